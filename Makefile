@@ -1,0 +1,39 @@
+# Everything a newcomer or a contributor needs. Each target builds .venv first if it is missing or out of date.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: run test check format bench docs clean
+
+run: $(READY)  ## the main job
+	$(BIN)/python examples/quadratic.py --out runs/quadratic
+
+test: $(READY)  ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## format, lint, types, tests and the examples in the docs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(READY)  ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## speed and memory of every estimator on both engines
+	$(BIN)/python benchmarks/engines.py --out runs/bench
+
+docs: $(READY)  ## run every example in the docstrings and in the README
+	$(BIN)/python -m pytest --doctest-modules src tests/test_readme.py -q
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"metanudge needs Python 3.11 or newer; {sys.executable} is {v.major}.{v.minor}. Set PYTHON=python3.11 (or newer).")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,253 @@
+"""`Task` and `TaskBatch`: the support and query data that the inner and the outer problem are made of.
+
+A *batch* is any pytree (tensor, tuple, list, dict, nested) whose tensors share their leading axis, the examples. The usual
+batch is a pair `(inputs, targets)`. This module knows torch and nothing of the rest of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Batch = Any
+"""A pytree of tensors that share their leading axis (the examples)."""
+
+
+def tensors(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch, in pytree order."""
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def describe(batch: Batch) -> str:
+    """Shapes and dtypes of a batch in one line, for error messages."""
+    return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(batch)) or "no tensors"
+
+
+def num_examples(batch: Batch, *, axis: int = 0, what: str = "batch") -> int:
+    """How many examples a batch holds; raises `ValueError` when it is empty or its tensors disagree."""
+    leaves = tensors(batch)
+    if not leaves:
+        raise ValueError(
+            f"The {what} holds no tensor (got {type(batch).__name__}). "
+            "Give a pair (inputs, targets), or any nested tuple or dict of tensors."
+        )
+    for leaf in leaves:
+        if leaf.ndim <= axis:
+            raise ValueError(
+                f"The {what} holds a tensor of shape {tuple(leaf.shape)}, which has no axis {axis} for the examples. "
+                "Every tensor needs its examples on the leading axis (after the task axis in a TaskBatch)."
+            )
+    sizes = {leaf.shape[axis] for leaf in leaves}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"The tensors of the {what} disagree on the number of examples: {describe(batch)}. "
+            f"Axis {axis} counts the examples and must be the same for inputs and targets."
+        )
+    (size,) = sizes
+    if size == 0:
+        raise ValueError(
+            f"The {what} is empty ({describe(batch)}). A task needs at least one support and one query example."
+        )
+    return size
+
+
+def signature(batch: Batch) -> tuple[Any, ...]:
+    """What two batches must share to be stacked: structure, shapes, dtypes and devices."""
+    leaves, spec = pytree.tree_flatten(batch)
+    return (
+        str(spec),
+        *(
+            (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else ("constant", repr(leaf))
+            for leaf in leaves
+        ),
+    )
+
+
+def map_tensors(function: Any, batch: Batch) -> Batch:
+    """Apply `function` to every tensor of a batch and leave the rest as it is."""
+    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _stack(batches: Sequence[Batch]) -> Batch:
+    flat = [pytree.tree_flatten(batch)[0] for batch in batches]
+    spec = pytree.tree_flatten(batches[0])[1]
+    columns = zip(*flat, strict=True)
+    return pytree.tree_unflatten([torch.stack(c) if isinstance(c[0], Tensor) else c[0] for c in columns], spec)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: the examples to adapt on and the examples to be judged on.
+
+    Args:
+        support: batch for the inner problem f̂, usually `(inputs, targets)`.
+        query: batch for the outer problem f, of the same kind; its number of examples may differ.
+
+    Example:
+        >>> task = Task(support=(torch.zeros(5, 2), torch.zeros(5)), query=(torch.zeros(9, 2), torch.zeros(9)))
+        >>> task.num_support, task.num_query
+        (5, 9)
+    """
+
+    support: Batch
+    query: Batch
+
+    def __post_init__(self) -> None:
+        num_examples(self.support, what="support set")
+        num_examples(self.query, what="query set")
+
+    @property
+    def num_support(self) -> int:
+        """Number of support examples."""
+        return num_examples(self.support)
+
+    @property
+    def num_query(self) -> int:
+        """Number of query examples."""
+        return num_examples(self.query)
+
+    def to(self, *args: Any, **kwargs: Any) -> Task:
+        """Move (or cast the floating tensors of) the task like `Tensor.to`."""
+        return Task(_to(self.support, args, kwargs), _to(self.query, args, kwargs))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Tasks of equal shape on one leading axis, and their places in the batch they come from."""
+
+    places: tuple[int, ...]
+    support: Batch  # every tensor (num_tasks, num_support, ...)
+    query: Batch  # every tensor (num_tasks, num_query, ...)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, rows: slice) -> Stack:
+        return Stack(
+            self.places[rows],
+            map_tensors(lambda t: t[rows], self.support),
+            map_tensors(lambda t: t[rows], self.query),
+        )
+
+    def task(self, row: int) -> Task:
+        """One task of the stack (views, no copies)."""
+        return Task(map_tensors(lambda t: t[row], self.support), map_tensors(lambda t: t[row], self.query))
+
+
+class TaskBatch(Sequence[Task]):
+    """A meta-batch: tasks stacked on a leading axis; tasks of different shapes are allowed.
+
+    Args:
+        support: batch whose tensors have shape `(num_tasks, num_support, ...)`.
+        query: batch whose tensors have shape `(num_tasks, num_query, ...)`.
+
+    Tasks that differ in shape are put together with `TaskBatch.of`:
+
+    Example:
+        >>> a = Task((torch.zeros(5, 2), torch.zeros(5)), (torch.zeros(9, 2), torch.zeros(9)))
+        >>> b = Task((torch.zeros(3, 2), torch.zeros(3)), (torch.zeros(9, 2), torch.zeros(9)))
+        >>> batch = TaskBatch.of([a, b, a])
+        >>> len(batch), batch[1].num_support, [s.places for s in batch.stacks]
+        (3, 3, [(0, 2), (1,)])
+    """
+
+    stacks: tuple[Stack, ...]
+
+    def __init__(self, support: Batch, query: Batch) -> None:
+        for batch, what in ((support, "support set"), (query, "query set")):
+            num_examples(batch, axis=1, what=what)
+        counts = {leaf.shape[0] for leaf in tensors(support) + tensors(query)}
+        if len(counts) > 1:
+            raise ValueError(
+                f"Support ({describe(support)}) and query ({describe(query)}) disagree on the number of tasks. "
+                "The first axis of every tensor counts the tasks; to put tasks of different shapes together use TaskBatch.of."
+            )
+        (count,) = counts
+        if count == 0:
+            raise ValueError("The batch holds no task. Give at least one.")
+        self._set((Stack(tuple(range(count)), support, query),))
+
+    def _set(self, stacks: tuple[Stack, ...]) -> None:
+        self.stacks = stacks
+        self._where = {
+            place: (s, row) for s, stack in enumerate(stacks) for row, place in enumerate(stack.places)
+        }
+
+    @classmethod
+    def of(cls, tasks: TaskBatch | Task | Iterable[Task]) -> TaskBatch:
+        """A batch from tasks: those of equal shape are stacked, the others kept apart, the order remembered."""
+        if isinstance(tasks, TaskBatch):
+            return tasks
+        items = [tasks] if isinstance(tasks, Task) else list(tasks)
+        for item in items:
+            if not isinstance(item, Task):
+                raise TypeError(
+                    f"Expected tasks, got {type(item).__name__}. Build them with mn.Task(support=..., query=...) "
+                    "or stack tensors into mn.TaskBatch(support=..., query=...)."
+                )
+        if not items:
+            raise ValueError("The batch holds no task. Give at least one.")
+        alike: dict[Any, list[int]] = {}
+        for place, item in enumerate(items):
+            alike.setdefault((signature(item.support), signature(item.query)), []).append(place)
+        self = cls.__new__(cls)
+        self._set(
+            tuple(
+                Stack(tuple(p), _stack([items[i].support for i in p]), _stack([items[i].query for i in p]))
+                for p in alike.values()
+            )
+        )
+        return self
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> TaskBatch: ...
+    def __getitem__(self, index: int | slice) -> Task | TaskBatch:
+        if isinstance(index, slice):
+            return TaskBatch.of([self[i] for i in range(*index.indices(len(self)))])
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"task {index} of a batch of {len(self)}")
+        stack, row = self._where[index % len(self)]
+        return self.stacks[stack].task(row)
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        parts = "; ".join(
+            f"{len(s)} × support [{describe(s.task(0).support)}], query [{describe(s.task(0).query)}]" for s in self.stacks
+        )
+        return f"TaskBatch({len(self)} tasks: {parts})"
+
+    def to(self, *args: Any, **kwargs: Any) -> TaskBatch:
+        """Move (or cast the floating tensors of) all tasks like `Tensor.to`."""
+        moved = TaskBatch.__new__(TaskBatch)
+        moved._set(
+            tuple(Stack(s.places, _to(s.support, args, kwargs), _to(s.query, args, kwargs)) for s in self.stacks)
+        )
+        return moved
+
+
+def _to(batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    """`Tensor.to` over a batch, where a dtype applies to floating tensors only (labels stay integers)."""
+    dtypes = [a for a in (*args, kwargs.get("dtype")) if isinstance(a, torch.dtype)]
+    if dtypes and not dtypes[0].is_floating_point:
+        raise ValueError(f"Tasks can be cast to floating dtypes only, got {dtypes[0]}; integer labels stay as they are.")
+
+    def move(tensor: Tensor) -> Tensor:
+        if dtypes and not tensor.is_floating_point():
+            rest = [a for a in args if not isinstance(a, torch.dtype)]
+            options = {k: v for k, v in kwargs.items() if k != "dtype"}
+            return tensor.to(*rest, **options) if rest or options else tensor
+        return tensor.to(*args, **kwargs)
+
+    return map_tensors(move, batch)
