@@ -1,0 +1,198 @@
+"""The inner problem of a group of tasks, as estimators use it: solve it, nudge it, look at the query loss.
+
+What is here is common to both engines; each engine adds how a gradient, a Hessian-vector product and a loss are evaluated.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metanudge.params import Params, dot
+from metanudge.problem import Nudge, Problem
+from metanudge.solvers.base import Oracle, Solution, Solver
+
+
+@dataclass
+class Cost:
+    """Evaluations summed over tasks; one gradient of the nudged loss is one support and one query gradient."""
+
+    support_gradients: int = 0
+    query_gradients: int = 0
+    hessian_products: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Loss and accuracy on a data set, `(rows,)` each; accuracy is NaN where the task is no classification."""
+
+    loss: Tensor
+    accuracy: Tensor
+
+
+class Inner(ABC):
+    """A group of tasks on one engine.
+
+    Rows are ordered nudge by nudge: with offsets ν_0 … ν_{J−1}, row j·tasks + i belongs to task i and nudge ν_j.
+    """
+
+    def __init__(self, problem: Problem, places: Sequence[int], cost: Cost) -> None:
+        self.problem = problem
+        self.places = tuple(places)
+        self.cost = cost
+
+    @property
+    def tasks(self) -> int:
+        """Number of tasks in the group."""
+        return len(self.places)
+
+    def zeros(self, rows: int) -> Params:
+        """Zero displacements."""
+        dtypes, device = self.problem.theta_dtypes, self.problem.device
+        return {
+            n: torch.zeros((rows, *p.shape), dtype=dtypes[n], device=device) for n, p in self.problem.parameters.items()
+        }
+
+    def solve(
+        self,
+        solver: Solver,
+        *,
+        offsets: Sequence[float] = (0.0,),
+        nudge: Nudge | None = None,
+        force: Params | None = None,
+        start: Params | None = None,
+        shift: Params | None = None,
+    ) -> Solution:
+        """Solve the (nudged) inner problem of every task for every offset.
+
+        Args:
+            offsets: the ν of each nudge.
+            nudge: `"loss"` adds ν·(query loss), `"gradient"` adds ν·⟨force, φ⟩, None adds nothing.
+            force: ∇f(φ_0) of each task, for the gradient nudge.
+            start: displacements to start from, `(rows, ...)`; overwritten.
+            shift: moves θ itself (start and centre) by this much, `(rows, ...)`.
+        """
+        return solver.solve(NudgedOracle(self, list(offsets), nudge, force, shift), start)
+
+    def parts(self, offsets: Sequence[float]) -> Iterator[Sequence[float]]:
+        """The offsets in the portions that this engine solves at once."""
+        for first in range(0, len(offsets), self.nudges_at_once):
+            yield offsets[first : first + self.nudges_at_once]
+
+    @property
+    @abstractmethod
+    def nudges_at_once(self) -> int:
+        """How many nudged problems of one task are solved side by side."""
+
+    @abstractmethod
+    def query_gradient(self, d: Params, step: int = 0) -> Params:
+        """∇f(θ + d), rows as in `d`; its cost is one query gradient a row."""
+
+    @abstractmethod
+    def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
+        """Query loss and accuracy at θ + d (at θ itself for None), without gradients."""
+
+    @abstractmethod
+    def data_gradient(
+        self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params]:
+        """Losses `(rows,)` and gradient of f̂(θ + d) + ν f(θ + d); without offsets f is not evaluated at all."""
+
+    @abstractmethod
+    def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
+        """f̂(θ + d) + ν f(θ + d), `(rows,)`, without gradients."""
+
+    @abstractmethod
+    def data_hvp(self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params, Params]:
+        """Losses, gradient, and Hessian of f̂(θ + d) + ν f(θ + d) times v."""
+
+    @abstractmethod
+    def apart(self, row: int) -> Inner:
+        """The group's task of this row on its own."""
+
+
+class NudgedOracle:
+    """The nudged problems of a group of tasks, in the form solvers want (see `metanudge.solvers.base.Oracle`)."""
+
+    def __init__(
+        self, inner: Inner, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
+    ) -> None:
+        self.inner = inner
+        self.offsets = offsets
+        self.nudge = nudge
+        self.force = force
+        self.shift = shift
+        self._nu: Tensor | None = None
+        if nudge == "loss":
+            dtype = next(iter(inner.problem.theta_dtypes.values()))
+            self._nu = torch.tensor(offsets, dtype=dtype, device=inner.problem.device).repeat_interleave(inner.tasks)
+        self._pull: Params | None = None
+        if nudge == "gradient":
+            assert force is not None
+            if len(offsets) == 1:
+                self._pull, self._pull_scale = force, offsets[0]
+            else:
+                self._pull, self._pull_scale = {n: torch.cat([q * nu for nu in offsets]) for n, q in force.items()}, 1.0
+
+    @property
+    def rows(self) -> int:
+        """Number of independent problems."""
+        return len(self.offsets) * self.inner.tasks
+
+    @property
+    def strong_convexity(self) -> float:
+        """The smallest λ."""
+        return self.inner.problem.smallest_lam
+
+    def zeros(self) -> Params:
+        """The displacement of θ itself."""
+        return self.inner.zeros(self.rows)
+
+    def gradient(self, d: Params, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Params]:
+        """Data losses and gradient of the nudged objective."""
+        loss, g = self.inner.data_gradient(self._place(d), self._nu, step, batch_size)
+        lam = self.inner.problem.lam
+        for name, leaf in g.items():
+            leaf.addcmul_(d[name], lam[name])
+            if self._pull is not None:
+                leaf.add_(self._pull[name], alpha=self._pull_scale)
+        return loss, g
+
+    def objective(self, loss: Tensor, d: Params) -> Tensor:
+        """The data losses plus proximal term and linear nudge."""
+        lam = self.inner.problem.lam
+        total = loss + 0.5 * dot(d, {n: lam[n] * leaf for n, leaf in d.items()})
+        if self._pull is not None:
+            total = total + self._pull_scale * dot(self._pull, d)
+        return total
+
+    def value(self, d: Params, step: int = 0) -> Tensor:
+        """The nudged objective without a gradient."""
+        return self.objective(self.inner.data_value(self._place(d), self._nu, step), d)
+
+    def hvp(self, d: Params, v: Params, step: int = 0) -> Params:
+        """Hessian of the nudged objective times v."""
+        _, _, hv = self.inner.data_hvp(self._place(d), v, self._nu, step, None)
+        lam = self.inner.problem.lam
+        return {n: torch.addcmul(leaf, v[n], lam[n]) for n, leaf in hv.items()}
+
+    def split(self) -> list[Oracle]:
+        """One oracle per row."""
+        if self.rows == 1:
+            return [self]
+        tasks = self.inner.tasks
+
+        def pick(p: Params | None, row: int) -> Params | None:
+            return None if p is None else {n: leaf[row : row + 1] for n, leaf in p.items()}
+
+        return [
+            NudgedOracle(self.inner.apart(r % tasks), [self.offsets[r // tasks]], self.nudge, pick(self.force, r % tasks), pick(self.shift, r))
+            for r in range(self.rows)
+        ]
+
+    def _place(self, d: Params) -> Params:
+        return d if self.shift is None else {n: leaf + self.shift[n] for n, leaf in d.items()}

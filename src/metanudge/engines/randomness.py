@@ -1,0 +1,60 @@
+"""Random numbers inside a solve: every loss evaluation gets its own seed, the global state comes out as it went in.
+
+A stencil subtracts solutions, so all its solves must see the same dropout masks and the same minibatches; anything else is noise
+that 1/ν amplifies. Evaluations are therefore seeded by (seed of the meta-step, inner step, support or query): the same for all
+tasks and nudges, different from step to step and from meta-step to meta-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit hash of integers (the splitmix64 finaliser, chained)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+class Draws:
+    """Seeds torch's generators for one loss evaluation after the other on one device."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            torch.cuda.init()
+            self._generators.append(torch.cuda.default_generators[index])
+
+    def seed_for(self, step: int, which: str) -> None:
+        """Seed the generators for the evaluation of the `"support"` or `"query"` loss at an inner step."""
+        value = mix(self.seed, step, 0 if which == "support" else 1)
+        for generator in self._generators:
+            generator.manual_seed(value)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore the generators' states on the way out."""
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+
+def minibatch(seed: int, place: int, step: int, size: int, batch_size: int) -> Tensor:
+    """Indices of the support examples that the task at `place` uses in an inner step, `(batch_size,)`, without repeats."""
+    generator = torch.Generator().manual_seed(mix(seed, place, step, 2))
+    return torch.randperm(size, generator=generator)[:batch_size]

@@ -1,0 +1,312 @@
+"""The stacked engine: tasks × nudges on one batch axis with `torch.func`.
+
+Every gradient is `vmap(grad(...))` over rows; derivatives are always taken inside `vmap`, never outside it: `grad(vmap(...))`
+gives wrong second derivatives through `F.batch_norm` (2–5 % off, silently, in torch 2.13). Groups of at most `chunk` rows bound the
+memory. Buffers are copied for every evaluation and thrown away, so running statistics stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from metanudge.engines.diagnosis import StackingError, cannot_stack, model_refuses
+from metanudge.engines.inner import Cost, Inner, Measured
+from metanudge.engines.randomness import Draws, minibatch
+from metanudge.params import Params, flatten, norm, unflatten
+from metanudge.problem import Problem
+from metanudge.solvers.base import LinearSolver, Solution, check_count
+from metanudge.task import Batch, Stack, TaskBatch, map_tensors, num_examples
+
+
+@dataclass(frozen=True)
+class StackedEngine:
+    """Solves up to `chunk` rows (tasks × nudges) at once; None for all of them.
+
+    The chunk bounds the memory and does not change the result.
+    """
+
+    chunk: int | None = None
+    name = "stacked"
+
+    def __post_init__(self) -> None:
+        if self.chunk is not None:
+            check_count(self.chunk, "chunk", "It is the number of solves (tasks × nudges) held in memory at once.")
+
+    @contextmanager
+    def session(self, problem: Problem, batch: TaskBatch, *, width: int, seed: int, cost: Cost) -> Iterator[Iterator[Inner]]:
+        """The tasks of a batch in groups of equal shape, small enough for the chunk."""
+        draws = Draws(seed, problem.device)
+        tasks_at_once = len(batch) if self.chunk is None else max(1, self.chunk // width)
+        nudges_at_once = width if self.chunk is None else min(width, self.chunk)
+        groups = (
+            StackedInner(problem, stack[first : first + tasks_at_once], nudges_at_once, draws, cost)
+            for stack in batch.stacks
+            for first in range(0, len(stack), tasks_at_once)
+        )
+        with draws.preserved():
+            yield groups
+
+
+class StackedInner(Inner):
+    """Tasks of equal shape side by side."""
+
+    def __init__(self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost) -> None:
+        super().__init__(problem, stack.places, cost)
+        self._stack = stack
+        self._nudges_at_once = nudges_at_once
+        self._draws = draws
+        self._theta = problem.theta
+        model = problem.objective.model
+        self._buffers = {f"model.{n}": b.detach() for n, b in model.named_buffers()}
+        # Only a module in training mode writes its buffers; then every row needs its own copy to write to.
+        self._buffers_written = any(m.training and next(m.buffers(recurse=False), None) is not None for m in model.modules())
+
+    @property
+    def nudges_at_once(self) -> int:
+        """As many as the chunk allows."""
+        return self._nudges_at_once
+
+    def data_gradient(
+        self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params]:
+        """Losses and gradient of f̂ + ν f for all rows."""
+        rows = _rows(d)
+
+        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> tuple[Params, Tensor]:
+            def loss(d: Params) -> tuple[Tensor, Tensor]:
+                value = self._nudged(d, nu, buffers, support, query, step)
+                return value, value.detach()
+
+            return grad(loss, has_aux=True)(d)
+
+        g, losses = self._over_rows(row, rows, (d, offsets), step, batch_size, with_query=offsets is not None)
+        self._count(rows, offsets)
+        return losses, g
+
+    def query_gradient(self, d: Params, step: int = 0) -> Params:
+        """∇f(θ + d) for all rows."""
+        rows = _rows(d)
+
+        def row(d: Params, buffers: Params, support: Batch, query: Batch) -> Params:
+            return grad(lambda d: self._loss(d, buffers, query, step, "query")[0])(d)
+
+        self.cost.query_gradients += rows
+        return self._over_rows(row, rows, (d,), step, None)
+
+    def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
+        """Query loss and accuracy at θ + d for all rows."""
+        if shift is not None:
+            d = shift if d is None else {n: leaf + shift[n] for n, leaf in d.items()}
+        d = self.zeros(self.tasks) if d is None else d
+
+        def row(d: Params, buffers: Params, support: Batch, query: Batch) -> tuple[Tensor, Tensor]:
+            return self._loss(d, buffers, query, 0, "query")
+
+        with torch.no_grad():
+            return Measured(*self._over_rows(row, _rows(d), (d,), 0, None))
+
+    def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
+        """f̂ + ν f without gradients."""
+
+        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Tensor:
+            return self._nudged(d, nu, buffers, support, query, step)
+
+        with torch.no_grad():
+            return self._over_rows(row, _rows(d), (d, offsets), step, None, with_query=offsets is not None)
+
+    def data_hvp(
+        self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params, Params]:
+        """Losses, gradient and Hessian-vector product: forward over reverse, reverse over reverse where that is missing."""
+        rows = _rows(d)
+
+        def row(d: Params, v: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Any:
+            def gradient(d: Params) -> tuple[Params, Tensor]:
+                def loss(d: Params) -> tuple[Tensor, Tensor]:
+                    value = self._nudged(d, nu, buffers, support, query, step)
+                    return value, value.detach()
+
+                return grad(loss, has_aux=True)(d)
+
+            if forward_mode:
+                g, hv, value = jvp(gradient, (d,), (v,), has_aux=True)
+            else:
+                g, pull_back, value = vjp(gradient, d, has_aux=True)
+                (hv,) = pull_back(v)
+            return value, g, hv
+
+        forward_mode = True
+        arguments = (row, rows, (d, v, offsets), step, batch_size, offsets is not None)
+        try:
+            losses, g, hv = self._over_rows(*arguments, diagnose=False)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (NotImplementedError, RuntimeError):
+            forward_mode = False  # the Hessian is symmetric, so the transposed product is the product
+            losses, g, hv = self._over_rows(*arguments)
+        self._count(rows, offsets)
+        self.cost.hessian_products += rows
+        return losses, g, hv
+
+    def unrolled_gradient(self, solver: LinearSolver, *, truncate: int | None) -> tuple[Params, Solution]:
+        """d f(φ_K(θ)) / dθ through the last `truncate` steps of the solver, and the solution φ_K.
+
+        Displacements before those steps count as constants, so that `truncate=0` is FO-MAML and `truncate=steps` is MAML.
+        """
+        unrolled = solver.steps if truncate is None else min(truncate, solver.steps)
+        lam, mu = self.problem.lam, self.problem.smallest_lam
+
+        def row(start: Params, chosen: list[Tensor], buffers: Params, support: Batch, query: Batch) -> Any:
+            def outer(theta: Params) -> Any:
+                d, memory = start, solver.memory(start)
+                losses, residuals = [], []
+                for step in range(solver.steps):
+                    if step == solver.steps - unrolled:
+                        d, memory = _detached(d), _detached(memory)
+                    batch = map_tensors(lambda t, i=step: t[chosen[i]], support) if chosen else support
+
+                    def inner(d: Params, batch: Batch = batch, step: int = step) -> tuple[Tensor, Tensor]:
+                        value = self._loss(d, buffers, batch, step, "support", theta)[0]
+                        return value, value.detach()
+
+                    g, loss = grad(inner, has_aux=True)(d)
+                    g = {n: torch.addcmul(leaf, d[n], lam[n]) for n, leaf in g.items()}
+                    d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
+                    losses.append(loss)
+                    residuals.append(norm({n: leaf.detach().unsqueeze(0) for n, leaf in g.items()})[0])
+                d = solver.result(d, memory)
+                d = d if unrolled else _detached(d)
+                value = self._loss(d, buffers, query, 0, "query", theta)[0]
+                return value, (torch.stack(losses).detach(), torch.stack(residuals), _detached(d))
+
+            return grad(outer, has_aux=True)(self._theta)
+
+        chosen = self._minibatches(solver.steps, solver.batch_size)
+        g, (losses, residuals, d) = self._over_rows(row, self.tasks, (self.zeros(self.tasks), chosen), 0, None)
+        self.cost.support_gradients += self.tasks * solver.steps
+        self.cost.query_gradients += self.tasks
+        self.cost.hessian_products += self.tasks * unrolled
+        residual = residuals[:, -1]
+        steps = torch.full((self.tasks,), solver.steps, device=self.problem.device)
+        return g, Solution(d, steps, residual, residual / mu, losses.T, residuals.T)
+
+    def hessian(self, d: Params) -> Tensor:
+        """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`, one column after the other."""
+        columns = []
+        basis = torch.zeros_like(flatten(d))
+        for column in range(basis.shape[1]):
+            basis.zero_()[:, column] = 1
+            columns.append(flatten(self.data_hvp(d, unflatten(basis, d), None, 0, None)[2]))
+        return torch.stack(columns, dim=2)
+
+    def apart(self, row: int) -> Inner:
+        """One task of the group."""
+        return StackedInner(self.problem, self._stack[row : row + 1], self._nudges_at_once, self._draws, self.cost)
+
+    def _loss(
+        self, d: Params, buffers: Params, batch: Batch, step: int, which: str, theta: Params | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and accuracy of one row at θ + d."""
+        theta = self._theta if theta is None else theta
+        self._draws.seed_for(step, which)
+        phi = {f"model.{n}": (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
+        # Fresh copies: a module may write its buffers, and what it writes must not outlive this evaluation.
+        kept = {n: b.clone() for n, b in buffers.items()} if self._buffers_written else buffers
+        return functional_call(self.problem.objective, (phi, kept), (batch,))
+
+    def _nudged(self, d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch, step: int) -> Tensor:
+        value = self._loss(d, buffers, support, step, "support")[0]
+        return value if nu is None else value + nu * self._loss(d, buffers, query, step, "query")[0]
+
+    def _over_rows(
+        self,
+        function: Callable[..., Any],
+        rows: int,
+        arguments: Sequence[Any],
+        step: int,
+        batch_size: int | None,
+        with_query: bool = True,
+        *,
+        diagnose: bool = True,
+    ) -> Any:
+        """`vmap` a function of one row's arguments, buffers, support and query over all rows."""
+        repeats = rows // self.tasks
+        support = self._minibatch_of_support(step, batch_size)
+        data = [_repeated(support, repeats), _repeated(self._stack.query, repeats) if with_query else None]
+        buffers = self._buffers
+        if self._buffers_written:
+            buffers = {n: b.expand(rows, *b.shape) for n, b in buffers.items()}
+        in_dims = (
+            *(None if argument is None else 0 for argument in arguments),
+            0 if self._buffers_written else None,
+            *(map_tensors(lambda _: 0, _constants_apart(batch)) for batch in data),
+        )
+        run = lambda: vmap(function, in_dims=in_dims, randomness="same")(*arguments, buffers, *data)  # noqa: E731
+        if not diagnose:
+            return run()
+        try:
+            return run()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError, IndexError) as error:
+            raise self._diagnosed(run, error) from error
+
+    def _diagnosed(self, run: Callable[[], Any], error: Exception) -> Exception:
+        """Tell a model that refuses its data from one that cannot be stacked: only the latter runs by itself."""
+        task = self._stack.task(0)
+        for which, batch in (("support", task.support), ("query", task.query)):
+            try:
+                with torch.no_grad():
+                    buffers = {n: b.clone() for n, b in self._buffers.items()}
+                    functional_call(self.problem.objective, buffers, (batch,))
+            except (RuntimeError, IndexError) as alone:
+                return model_refuses(self.problem, batch, which, alone)
+        return error if isinstance(error, StackingError) else cannot_stack(self.problem, run, error)
+
+    def _count(self, rows: int, offsets: Tensor | None) -> None:
+        self.cost.support_gradients += rows
+        self.cost.query_gradients += rows if offsets is not None else 0
+
+    def _minibatches(self, steps: int, batch_size: int | None) -> list[Tensor]:
+        """Indices of each step's minibatch, `(tasks, batch_size)` a step; empty when all examples are used."""
+        size = num_examples(self._stack.support, axis=1)
+        if batch_size is None or batch_size >= size:
+            return []
+        return [self._minibatch(step, size, batch_size) for step in range(steps)]
+
+    def _minibatch(self, step: int, size: int, batch_size: int) -> Tensor:
+        rows = [minibatch(self._draws.seed, place, step, size, batch_size) for place in self.places]
+        return torch.stack(rows).to(self.problem.device)
+
+    def _minibatch_of_support(self, step: int, batch_size: int | None) -> Batch:
+        size = num_examples(self._stack.support, axis=1)
+        if batch_size is None or batch_size >= size:
+            return self._stack.support
+        chosen = self._minibatch(step, size, batch_size)
+        tasks = torch.arange(len(chosen), device=chosen.device)[:, None]
+        return map_tensors(lambda t: t[tasks, chosen], self._stack.support)
+
+
+def _rows(d: Params) -> int:
+    return next(iter(d.values())).shape[0]
+
+
+def _detached(d: Params) -> Params:
+    return {n: leaf.detach() for n, leaf in d.items()}
+
+
+def _constants_apart(batch: Batch) -> Batch:
+    """The batch with everything that is no tensor replaced by None, which `vmap` leaves alone."""
+    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, batch)
+
+
+def _repeated(batch: Batch, times: int) -> Batch:
+    return batch if times == 1 else map_tensors(lambda t: t.repeat(times, *[1] * (t.ndim - 1)), batch)

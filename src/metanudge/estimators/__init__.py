@@ -1,0 +1,27 @@
+"""How to differentiate: one method a file, all through the interface of `metanudge.estimators.base`."""
+
+from metanudge.estimators.base import Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.estimators.esmaml import ESMAML
+from metanudge.estimators.exact import Exact
+from metanudge.estimators.fobmaml import FOBMAML
+from metanudge.estimators.fomaml import FOMAML
+from metanudge.estimators.imaml import IMAML
+from metanudge.estimators.maml import MAML
+from metanudge.estimators.reptile import Reptile
+
+ESTIMATORS = (FOBMAML, MAML, FOMAML, Reptile, IMAML, ESMAML, Exact)
+
+__all__ = [
+    "ESMAML",
+    "ESTIMATORS",
+    "FOBMAML",
+    "FOMAML",
+    "IMAML",
+    "MAML",
+    "Estimator",
+    "Exact",
+    "NonFiniteError",
+    "Reptile",
+    "Stats",
+    "meta_gradient",
+]

@@ -1,0 +1,55 @@
+"""iMAML: the implicit function theorem, the linear system solved by conjugate gradient (Rajeswaran et al. 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from metanudge.engines import Inner
+from metanudge.estimators.base import MetaGradient, solve_plainly
+from metanudge.params import Params, norm
+from metanudge.solvers.base import Solver, check_count
+from metanudge.solvers.conjugate_gradient import conjugate_gradient
+
+
+@dataclass(frozen=True)
+class IMAML:
+    """(I + ∇²f̂/λ) v = ∇f at φ_K  (paper, eq. 9), solved with `cg_steps` Hessian-vector products.
+
+    With `NewtonCG` as solver it is the Hessian-free variant of the iMAML paper.
+
+    Args:
+        cg_steps: conjugate-gradient steps; as many as parameters solve the system exactly.
+        tol: stop once the linear residual is this small, relative to the query gradient.
+
+    Cost per task: K support gradients, one query gradient, `cg_steps` Hessian-vector products; needs double backward.
+    """
+
+    cg_steps: int = 5
+    tol: float = 0.0
+    engines = ("stacked", "inplace")
+    width = 1
+
+    def __post_init__(self) -> None:
+        check_count(self.cg_steps, "cg_steps", "The paper uses 5.")
+        if self.tol < 0:
+            raise ValueError(f"tol must not be negative, got {self.tol!r}. 0 takes all cg_steps.")
+
+    def check(self, solver: Solver) -> None:
+        """Any solver will do."""
+
+    def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
+        """Add λ (∇²f̂ + λ)⁻¹ ∇f of a group of tasks."""
+        d = solve_plainly(inner, solver, total).displacement
+        q = inner.query_gradient(d)
+        total.check(inner.places, "query gradient", norm(q))
+        lam = inner.problem.lam
+
+        def matvec(v: Params) -> Params:
+            _, _, hv = inner.data_hvp(d, v, None, 0, None)
+            return {n: torch.addcmul(leaf, v[n], lam[n]) for n, leaf in hv.items()}
+
+        solve = conjugate_gradient(matvec, q, steps=self.cg_steps, tol=self.tol)
+        total.check(inner.places, "residual of the conjugate gradient after the query gradient", solve.residual)
+        total.add(solve.x, 1.0, lam)

@@ -1,0 +1,266 @@
+"""`MetaLearner`: a model, a loss, a way to solve and a way to differentiate; from here on the user's own training loop takes over."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from metanudge.engines import Cost, Engine, InplaceEngine, StackedEngine, StackingError
+from metanudge.engines.inplace import InplaceInner
+from metanudge.engines.randomness import mix
+from metanudge.estimators import FOBMAML, Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.params import Params
+from metanudge.problem import Loss, Objective, Problem, Stiffness
+from metanudge.solvers import GradientDescent, LinearSolver, Solver
+from metanudge.task import Batch, Task, TaskBatch
+
+EngineName = Literal["auto", "stacked", "inplace"]
+Tasks = TaskBatch | Task | Iterable[Task]
+logger = logging.getLogger("metanudge")
+
+
+class MetaLearner(nn.Module):
+    """Learns an initialisation θ from which a model adapts to a new task in a few steps.
+
+    Args:
+        model: any `nn.Module`; its parameters that require grad are θ. It is neither patched nor copied.
+        loss: `loss(output, target)` for batches `(inputs, targets)`, or `loss(model, batch)` for anything else (its first parameter
+            must then be named `model`). Must return a scalar.
+        lam: stiffness λ of the proximal term ½λ‖φ − θ‖²: a number, a mapping from parameter name to a number, or to a tensor of the
+            parameter's shape.
+        solver: how the inner problem is solved; 5 steps of gradient descent at 0.1 by default.
+        estimator: how the meta-gradient is made; FO-B-MAML by default.
+        engine: `"stacked"`, `"inplace"` or `"auto"`, which picks one and says which in the statistics.
+        chunk: stacked engine only: how many solves (tasks × nudges) are held in memory at once; None for all.
+        seed: of dropout masks and inner minibatches. They change with every call of `backward` and are the same for all solves of one.
+
+    Example:
+        >>> learner = MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss, lam=2.0)
+        >>> optimizer = torch.optim.Adam(learner.parameters(), lr=1e-3)
+        >>> x = torch.randn(4, 5, 2, generator=torch.Generator().manual_seed(0))
+        >>> stats = learner.backward(TaskBatch(support=(x, x[..., :1]), query=(x, x[..., :1])))
+        >>> optimizer.step()
+        >>> stats.tasks, stats.support_gradients, stats.query_gradients
+        (4, 10.0, 10.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        lam: Stiffness = 2.0,
+        solver: Solver | None = None,
+        estimator: Estimator | None = None,
+        engine: EngineName = "auto",
+        chunk: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+        if not callable(loss):
+            raise TypeError(f"loss must be callable, got {type(loss).__name__}. Pass e.g. torch.nn.functional.cross_entropy.")
+        if engine not in ("auto", "stacked", "inplace"):
+            raise ValueError(f"Unknown engine {engine!r}. Choose one of: auto, stacked, inplace.")
+        self.model = model
+        self.loss = loss
+        self.lam = lam
+        self.solver: Solver = solver if solver is not None else GradientDescent(lr=0.1, steps=5)
+        self.estimator: Estimator = estimator if estimator is not None else FOBMAML()
+        self.engine = engine
+        self.chunk = chunk
+        self.seed = seed
+        self.calls = 0
+        self._cached: tuple[Any, Problem] | None = None
+        self._cannot_stack: str | None = None
+        StackedEngine(chunk)
+        self.problem()
+
+    def problem(self) -> Problem:
+        """The two-level problem as it stands: made anew when parameters were frozen, moved, cast or exchanged."""
+        state = tuple((id(p), p.requires_grad, p.device, p.dtype) for p in self.model.parameters())
+        key = (state, id(self.model), id(self.loss), id(self.lam))
+        if self._cached is None or self._cached[0] != key:
+            self._cached = (key, Problem(Objective(self.model, self.loss), self.lam))
+        return self._cached[1]
+
+    def backward(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None) -> Stats:
+        """Add the mean meta-gradient of the tasks to the parameters' `.grad`, like `loss.backward()`.
+
+        Nothing is written when anything goes wrong on the way. Hooks on the parameters see the meta-gradient as they would see an
+        ordinary gradient.
+
+        Args:
+            tasks: a `TaskBatch`, a `Task`, or tasks.
+            metrics: also measure query loss and accuracy before and after adaptation (a few forward passes).
+            seed: of this call's dropout masks and minibatches. Default: from the learner's seed and the number of calls so far.
+        """
+        gradient, stats = self.meta_gradient(tasks, metrics=metrics, seed=seed)
+        parameters = self.problem().parameters
+        torch.autograd.backward(
+            list(parameters.values()), [gradient.pop(n).to(p.dtype) for n, p in parameters.items()]
+        )
+        return stats
+
+    def forward(self, tasks: Tasks, *, seed: int | None = None) -> Tensor:
+        """The tasks' mean query loss after adaptation, as a tensor whose `backward()` yields the meta-gradient.
+
+        For what wants a loss rather than a `.grad`: `GradScaler.scale(learner(tasks)).backward()`, or `DistributedDataParallel(learner)`.
+        """
+        parameters = self.problem().parameters
+        return _MetaLoss.apply(self, tasks, seed, *parameters.values())  # type: ignore[no-any-return]
+
+    def meta_gradient(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None) -> tuple[Params, Stats]:
+        """The mean meta-gradient as a dict keyed like `model.named_parameters()`; writes no `.grad`."""
+        batch = TaskBatch.of(tasks)
+        if seed is None:
+            seed = mix(self.seed, self.calls)
+        engine, _ = self.choose_engine(batch)
+        options = {"solver": self.solver, "estimator": self.estimator, "seed": seed, "metrics": metrics}
+        with torch.enable_grad():
+            try:
+                result = meta_gradient(self.problem(), batch, engine=engine, **options)  # type: ignore[arg-type]
+            except StackingError as error:
+                if self.engine != "auto" or "inplace" not in self.estimator.engines:
+                    raise
+                self._cannot_stack = str(error)
+                logger.warning("engine: in place from now on. %s", error)
+                result = meta_gradient(self.problem(), batch, engine=InplaceEngine(), **options)  # type: ignore[arg-type]
+        self.calls += 1
+        return result
+
+    def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
+        """A copy of the model adapted to a support set; the learner and its model stay as they are.
+
+        Args:
+            support: a batch as in `Task.support`, usually `(inputs, targets)`.
+            steps: number of steps, if not the solver's own.
+            seed: of dropout masks and minibatches.
+        """
+        adapted = copy.deepcopy(self.model)
+        problem = Problem(Objective(adapted, self.loss), self.lam)
+        batch = TaskBatch.of(Task(support, support))
+        problem.check_tasks(batch)
+        with torch.enable_grad(), InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
+            inner = next(iter(groups))
+            assert isinstance(inner, InplaceInner)
+            solution = inner.solve(self._solver(steps))
+            if not bool(torch.isfinite(solution.residuals).all()):
+                raise NonFiniteError(
+                    "Adaptation produced NaN or Inf: the inner steps diverge on this support set. "
+                    "Use a smaller lr in the solver, fewer steps, or a larger lam."
+                )
+            inner.adopt(solution.displacement)
+        return adapted
+
+    def evaluate(self, tasks: Tasks, *, steps: int | None = None, seed: int = 0) -> Evaluation:
+        """Adapt to every task's support set and measure on its query set. Changes nothing."""
+        batch = TaskBatch.of(tasks)
+        problem, solver = self.problem(), self._solver(steps)
+        problem.check_tasks(batch)
+        engine, _ = self.choose_engine(batch)
+        try:
+            return _evaluate(problem, batch, solver, engine, seed)
+        except StackingError:
+            if self.engine != "auto":
+                raise
+            return _evaluate(problem, batch, solver, InplaceEngine(), seed)
+
+    def choose_engine(self, batch: TaskBatch) -> tuple[Engine, str]:
+        """The engine for a batch, and why."""
+        stacked, inplace = StackedEngine(self.chunk), InplaceEngine()
+        if self.engine != "auto":
+            return (stacked if self.engine == "stacked" else inplace), "as asked"
+        if "inplace" not in self.estimator.engines:
+            return stacked, f"{type(self.estimator).__name__} needs it"
+        if self._cannot_stack is not None:
+            return inplace, "the model cannot be stacked"
+        if not isinstance(self.solver, LinearSolver):
+            return inplace, f"{type(self.solver).__name__} works on one task at a time"
+        problem = self.problem()
+        size = sum(p.numel() for p in problem.parameters.values())
+        if problem.device.type == "cpu":
+            if size <= LARGEST_STACKED_ON_CPU:
+                return stacked, f"{size} parameters: on a CPU many small solves are faster side by side"
+            return inplace, f"{size} parameters: on a CPU large solves are faster one after the other"
+        if size * len(batch) * self.estimator.width <= LARGEST_STACKED_ELSEWHERE:
+            return stacked, "many solves side by side fill the device"
+        return inplace, f"{len(batch)} tasks of {size} parameters would not fit side by side"
+
+    def extra_repr(self) -> str:
+        """Solver, estimator and engine, for `repr`."""
+        return f"lam={self.lam!r}, solver={self.solver!r}, estimator={self.estimator!r}, engine={self.engine!r}"
+
+    def _solver(self, steps: int | None) -> Solver:
+        return self.solver if steps is None else dataclasses.replace(self.solver, steps=steps)  # type: ignore[type-var]
+
+
+LARGEST_STACKED_ON_CPU = 20_000
+LARGEST_STACKED_ELSEWHERE = 500_000_000
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Query loss and accuracy of every task, before and after adaptation, in the order of the tasks."""
+
+    loss_before: Tensor
+    accuracy_before: Tensor
+    loss: Tensor
+    accuracy: Tensor
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean query loss after adaptation."""
+        return float(self.loss.mean())
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Mean query accuracy after adaptation; NaN where the tasks are no classification."""
+        return float(self.accuracy.mean())
+
+    @property
+    def accuracy_ci95(self) -> float:
+        """Half-width of the 95 % confidence interval of the mean accuracy over tasks."""
+        n = len(self.accuracy)
+        return float(1.96 * self.accuracy.std() / math.sqrt(n)) if n > 1 else math.nan
+
+    def __str__(self) -> str:
+        text = f"query loss {float(self.loss_before.mean()):.4g} → {self.mean_loss:.4g}"
+        if not math.isnan(self.mean_accuracy):
+            text += f", accuracy {float(self.accuracy_before.mean()):.2%} → {self.mean_accuracy:.2%} ± {self.accuracy_ci95:.2%}"
+        return f"{text} ({len(self.loss)} tasks)"
+
+
+def _evaluate(problem: Problem, batch: TaskBatch, solver: Solver, engine: Engine, seed: int) -> Evaluation:
+    columns = [torch.zeros(len(batch), dtype=torch.float64) for _ in range(4)]
+    with torch.enable_grad(), engine.session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
+        for inner in groups:
+            before = inner.measure_query(None)
+            after = inner.measure_query(inner.solve(solver).displacement)
+            values = (before.loss, before.accuracy, after.loss, after.accuracy)
+            for column, value in zip(columns, values, strict=True):
+                column[list(inner.places)] = value.double().cpu()
+    return Evaluation(*columns)
+
+
+class _MetaLoss(torch.autograd.Function):
+    """A query loss whose derivative is the estimator's meta-gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, learner: MetaLearner, tasks: Tasks, seed: int | None, *parameters: Tensor) -> Tensor:
+        gradient, stats = learner.meta_gradient(tasks, seed=seed)
+        ctx.save_for_backward(*(g.to(p.dtype) for g, p in zip(gradient.values(), parameters, strict=True)))
+        return parameters[0].new_tensor(stats.query_loss)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        return (None, None, None, *(g * outputs[0] for g in ctx.saved_tensors))

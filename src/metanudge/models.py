@@ -1,0 +1,230 @@
+"""The networks of the paper's experiments, and `build` to get one by name.
+
+BatchNorm layers keep torch's defaults: batch statistics in training mode, running statistics in evaluation mode.
+Few-shot work usually stays in training mode (transductive), as the MAML code does. The classifiers have their last linear
+layer as `head` and the rest as `features`, for methods that adapt one and share the other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "softplus": nn.Softplus,
+}
+
+
+class Conv1D(nn.Module):
+    """Three convolutions for MNIST-1D: kernel 3, each with BatchNorm, ReLU and max-pooling by 2, then a linear layer.
+
+    Args:
+        ways: number of outputs.
+        channels: filters of every convolution.
+        length: numbers per example, at least 8.
+
+    Example:
+        >>> Conv1D(ways=3)(torch.zeros(15, 40)).shape
+        torch.Size([15, 3])
+    """
+
+    def __init__(self, ways: int = 3, *, channels: int = 16, length: int = 40) -> None:
+        if length < 8:
+            raise ValueError(f"length={length} is too short for three poolings by 2. Use 8 or more.")
+        super().__init__()
+        layers: list[nn.Module] = []
+        for i in range(3):
+            layers += [
+                nn.Conv1d(channels if i else 1, channels, kernel_size=3, padding=1),
+                nn.BatchNorm1d(channels),
+                nn.ReLU(),
+                nn.MaxPool1d(2),
+            ]
+        self.features = nn.Sequential(*layers, nn.Flatten())
+        self.head = nn.Linear(channels * (length // 8), ways)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits: `(n, length)` or `(n, 1, length)` → `(n, ways)`."""
+        logits: Tensor = self.head(self.features(x.unsqueeze(1) if x.ndim == 2 else x))
+        return logits
+
+
+class Conv4(nn.Module):
+    """The four-layer backbone of the MAML literature: 3×3 convolutions with BatchNorm, ReLU and 2×2 max-pooling.
+
+    Args:
+        ways: number of outputs.
+        channels: filters of every convolution.
+        image_size: side of the square images, at least 16.
+        in_channels: 1 for grey images, 3 for colour.
+
+    Example:
+        >>> Conv4(ways=5)(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(self, ways: int = 5, *, channels: int = 64, image_size: int = 28, in_channels: int = 1) -> None:
+        if image_size < 16:
+            raise ValueError(f"image_size={image_size} is too small for four poolings by 2. Use 16 or more.")
+        super().__init__()
+        layers: list[nn.Module] = []
+        for i in range(4):
+            layers += [
+                nn.Conv2d(channels if i else in_channels, channels, kernel_size=3, padding=1),
+                nn.BatchNorm2d(channels),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
+        self.features = nn.Sequential(*layers, nn.Flatten())
+        self.head = nn.Linear(channels * (image_size // 16) ** 2, ways)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits: `(n, in_channels, image_size, image_size)` → `(n, ways)`."""
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
+class MLP(nn.Module):
+    """A fully connected network; by default the one of the sinusoid experiment (Finn et al. 2017).
+
+    Args:
+        in_features: numbers per example; inputs of more axes are flattened.
+        out_features: number of outputs.
+        hidden: width of each hidden layer.
+        activation: a name in `ACTIVATIONS`; smooth ones (tanh, softplus, …) suit finite differences better than relu.
+
+    Example:
+        >>> MLP(1, 1, hidden=(40, 40))(torch.zeros(10, 1)).shape
+        torch.Size([10, 1])
+    """
+
+    def __init__(
+        self,
+        in_features: int = 1,
+        out_features: int = 1,
+        *,
+        hidden: Sequence[int] = (40, 40),
+        activation: str = "relu",
+    ) -> None:
+        make = ACTIVATIONS[_known(activation, ACTIVATIONS, "activation")]
+        super().__init__()
+        widths = [in_features, *hidden]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for narrow, wide in pairwise(widths):
+            layers += [nn.Linear(narrow, wide), make()]
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(widths[-1], out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs: `(n, ...)` → `(n, out_features)`."""
+        outputs: Tensor = self.head(self.features(x))
+        return outputs
+
+
+class TransformerBlock(nn.Module):
+    """One standard Transformer block (Vaswani et al. 2017) on a sequence of vectors, then a linear layer on the mean.
+
+    Args:
+        ways: number of outputs.
+        d_model: size of the vectors.
+        heads: attention heads; must divide d_model.
+        hidden: width of the feed-forward network.
+        length: longest sequence.
+        attention: "math" works with every estimator. "fused" lets torch choose a flash kernel, which needs far less
+            memory on long sequences, but has neither second derivatives (MAML, IMAML) nor forward mode (tangent), and
+            on the CPU no batching rule for the stacked engine.
+
+    Example:
+        >>> TransformerBlock(d_model=64, length=32, ways=5)(torch.zeros(2, 32, 64)).shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        ways: int = 5,
+        *,
+        d_model: int = 128,
+        heads: int = 8,
+        hidden: int = 512,
+        length: int = 128,
+        attention: Literal["math", "fused"] = "math",
+    ) -> None:
+        super().__init__()
+        if d_model % heads:
+            raise ValueError(
+                f"heads={heads} do not divide d_model={d_model}. Each head works on d_model/heads numbers."
+            )
+        self.heads = heads
+        self.attention = _known(attention, ("math", "fused"), "attention")
+        self.positions = nn.Parameter(0.02 * torch.randn(length, d_model))
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.project = nn.Linear(d_model, d_model)
+        self.attention_norm = nn.LayerNorm(d_model)
+        self.feed_forward = nn.Sequential(nn.Linear(d_model, hidden), nn.ReLU(), nn.Linear(hidden, d_model))
+        self.feed_forward_norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, ways)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits: `(n, length, d_model)` → `(n, ways)`."""
+        if x.shape[1] > len(self.positions):
+            raise ValueError(
+                f"The sequence has {x.shape[1]} vectors, but the model was built for length={len(self.positions)}. "
+                f"Build it with length={x.shape[1]} or more."
+            )
+        x = x + self.positions[: x.shape[1]]
+        x = self.attention_norm(x + self._attend(x))
+        x = self.feed_forward_norm(x + self.feed_forward(x))
+        logits: Tensor = self.head(x.mean(dim=1))
+        return logits
+
+    def _attend(self, x: Tensor) -> Tensor:
+        # (n, length, 3·d_model) → three of (n, heads, length, d_model/heads)
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        with sdpa_kernel(SDPBackend.MATH) if self.attention == "math" else nullcontext():
+            mixed = F.scaled_dot_product_attention(query, key, value)
+        projected: Tensor = self.project(mixed.transpose(1, 2).flatten(-2))
+        return projected
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "conv1d": Conv1D,
+    "conv4": Conv4,
+    "mlp": MLP,
+    "transformer": TransformerBlock,
+}
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    """A model by its name in `MODELS`, with the options of its class.
+
+    Example:
+        >>> build("conv4", ways=20)(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 20])
+    """
+    make = MODELS[_known(name, MODELS, "model")]
+    accepted = inspect.signature(make).parameters
+    for option in options:
+        if option not in accepted:
+            raise TypeError(f"Model {name!r} has no option {option!r}. Its options are {', '.join(accepted)}.")
+    return make(**options)
+
+
+def _known(name: str, names: Sequence[str] | dict[str, Any], what: str) -> str:
+    if name not in names:
+        found = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.4)
+        hint = f" Did you mean {found[0]!r}?" if found else ""
+        raise ValueError(f"There is no {what} {name!r}.{hint} The choices are {', '.join(names)}.")
+    return name

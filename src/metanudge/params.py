@@ -1,0 +1,60 @@
+"""Parameters as dicts of tensors with a leading *row* axis: one row is one inner problem being solved.
+
+Every solver is written on rows, so that the same code serves the stacked engine (rows = tasks × nudges) and the in-place
+engine (one row). Nothing here knows what the rows mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+"""Tensors keyed like `named_parameters()`; inside solvers each has shape `(rows, *parameter.shape)`."""
+
+
+def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """Inner product of each row, shape `(rows,)`."""
+    products = [torch.linalg.vecdot(a[name].flatten(1), b[name].flatten(1)) for name in a]
+    return torch.stack(products).sum(0)
+
+
+def norm(a: Mapping[str, Tensor]) -> Tensor:
+    """Euclidean norm of each row, shape `(rows,)`; allocates nothing of the size of `a`."""
+    norms = [torch.linalg.vector_norm(leaf.flatten(1), dim=1) for leaf in a.values()]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+def per_row(values: Tensor, like: Tensor) -> Tensor:
+    """`values` of shape `(rows,)`, shaped to multiply a leaf of shape `(rows, ...)`."""
+    return values.view(-1, *[1] * (like.ndim - 1)).to(like.dtype)
+
+
+def add_scaled(a: Params, scale: Tensor, b: Params) -> Params:
+    """`a + scale·b` with one scale per row, out of place."""
+    return {name: torch.addcmul(a[name], per_row(scale, b[name]), b[name]) for name in a}
+
+
+def select(mask: Tensor, new: Params, old: Params) -> Params:
+    """Rows of `new` where `mask` holds, of `old` elsewhere."""
+    return {name: torch.where(mask.view(-1, *[1] * (new[name].ndim - 1)), new[name], old[name]) for name in new}
+
+
+def zeros_like(a: Params) -> Params:
+    """Zeros of the same shapes."""
+    return {name: torch.zeros_like(leaf) for name, leaf in a.items()}
+
+
+def flatten(a: Params) -> Tensor:
+    """All parameters of each row in one matrix, shape `(rows, num_parameters)`."""
+    return torch.cat([leaf.flatten(1) for leaf in a.values()], dim=1)
+
+
+def unflatten(matrix: Tensor, like: Params) -> Params:
+    """The inverse of `flatten`: rows of `matrix` cut and shaped like the leaves of `like` (whose row count may differ)."""
+    pieces = matrix.split([leaf[0].numel() for leaf in like.values()], dim=1)
+    return {
+        name: piece.reshape(-1, *leaf.shape[1:]) for (name, leaf), piece in zip(like.items(), pieces, strict=True)
+    }

@@ -1,0 +1,203 @@
+"""What a solver sees (`Oracle`) and what it returns (`Solution`).
+
+A solver minimises  g(d) = f̂(θ + d) + ½‖d‖²_λ + ν p(θ + d)  over the displacement d = φ − θ, for several independent problems
+(rows) at once. It works on displacements, never on φ: the meta-gradient is a small difference of displacements, and in float32
+it would drown in the rounding of φ. Solvers never differentiate through themselves; that is the estimators' business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from metanudge.params import Params, norm, select
+
+
+class Oracle(Protocol):
+    """The inner problem of one or more rows, as a solver sees it."""
+
+    @property
+    def rows(self) -> int:
+        """Number of independent problems."""
+
+    @property
+    def strong_convexity(self) -> float:
+        """The smallest λ: a lower bound of the curvature wherever the support loss is convex."""
+
+    def zeros(self) -> Params:
+        """The displacement of θ itself; the caller owns it and may overwrite it."""
+
+    def gradient(self, d: Params, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Params]:
+        """Data losses `(rows,)` and gradient of g at `d`; the caller owns the gradient.
+
+        `step` chooses the random numbers (dropout masks, minibatch): the same for every row of one task's stencil.
+        """
+
+    def objective(self, loss: Tensor, d: Params) -> Tensor:
+        """g itself, `(rows,)`, from the data losses at `d`: adds the proximal term and a linear nudge."""
+
+    def value(self, d: Params, step: int = 0) -> Tensor:
+        """g at `d`, `(rows,)`, without a gradient."""
+
+    def hvp(self, d: Params, v: Params, step: int = 0) -> Params:
+        """Hessian of g at `d` times `v`, row by row."""
+
+    def split(self) -> list[Oracle]:
+        """The same problems as oracles of one row each, in row order."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Where a solver stopped, and what it knows about it.
+
+    Attributes:
+        displacement: φ − θ, leaves of shape `(rows, *shape)`.
+        steps: steps taken by each row.
+        residual: ‖∇g‖ at the last point where the gradient was computed (for solvers of fixed length: before the last step).
+        delta: estimate of δ = ‖φ̃ − φ*‖, residual / λ: an upper bound where the support loss is convex.
+        losses: data loss at every gradient evaluation, `(evaluations, rows)`.
+        residuals: ‖∇g‖ at every gradient evaluation, `(evaluations, rows)`.
+    """
+
+    displacement: Params
+    steps: Tensor
+    residual: Tensor
+    delta: Tensor
+    losses: Tensor
+    residuals: Tensor
+
+
+class Trace:
+    """Collects what a solver sees on its way, on the device, and turns it into a `Solution`."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._strong_convexity = oracle.strong_convexity
+        self._losses: list[Tensor] = []
+        self._residuals: list[Tensor] = []
+
+    def record(self, loss: Tensor, gradient: Params) -> Tensor:
+        """Note one gradient evaluation; returns the residual norms `(rows,)`."""
+        residual = norm(gradient)
+        self._losses.append(loss.detach())
+        self._residuals.append(residual)
+        return residual
+
+    @property
+    def last_residual(self) -> Tensor:
+        """The residual norms recorded last, `(rows,)`."""
+        return self._residuals[-1]
+
+    def solution(self, displacement: Params, steps: Tensor) -> Solution:
+        """The solution reached."""
+        residual = self._residuals[-1]
+        return Solution(
+            displacement,
+            steps,
+            residual,
+            residual / self._strong_convexity,
+            torch.stack(self._losses),
+            torch.stack(self._residuals),
+        )
+
+
+def join(solutions: list[Solution]) -> Solution:
+    """Solutions of single rows as one; shorter traces are padded with their last entry."""
+    if len(solutions) == 1:
+        return solutions[0]
+    longest = max(len(s.losses) for s in solutions)
+
+    def padded(trace: Tensor) -> Tensor:
+        return torch.cat([trace, trace[-1:].expand(longest - len(trace), -1)])
+
+    return Solution(
+        {n: torch.cat([s.displacement[n] for s in solutions]) for n in solutions[0].displacement},
+        torch.cat([s.steps for s in solutions]),
+        torch.cat([s.residual for s in solutions]),
+        torch.cat([s.delta for s in solutions]),
+        torch.cat([padded(s.losses) for s in solutions], dim=1),
+        torch.cat([padded(s.residuals) for s in solutions], dim=1),
+    )
+
+
+@runtime_checkable
+class Solver(Protocol):
+    """How to solve the inner problem."""
+
+    @property
+    def steps(self) -> int:
+        """The largest number of steps taken."""
+
+    def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
+        """Minimise from `start` (default: d = 0), which is overwritten."""
+
+
+@runtime_checkable
+class LinearSolver(Solver, Protocol):
+    """A solver whose update is linear in iterate and gradient with fixed coefficients.
+
+    Such a solver can be differentiated step by step: backwards by `MAML`, forwards in ν by the tangent stencil, which sends
+    tangents through the same update.
+    """
+
+    @property
+    def batch_size(self) -> int | None:
+        """Support examples per step; None for all of them."""
+
+    def memory(self, d: Params) -> Params:
+        """What the update remembers between steps, at the start."""
+
+    def update(
+        self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool
+    ) -> tuple[Params, Params]:
+        """One step from `d` with gradient `g`; with `inplace` the three dicts' tensors may be overwritten."""
+
+    def result(self, d: Params, memory: Params) -> Params:
+        """The solution after the last update."""
+
+
+def iterate(solver: LinearSolver, oracle: Oracle, start: Params | None, tol: float | None) -> Solution:
+    """Run a linear solver's update `steps` times; rows whose residual is at most `tol` stop where they are."""
+    d = oracle.zeros() if start is None else start
+    memory = solver.memory(d)
+    trace = Trace(oracle)
+    steps: Tensor | None = None
+    for step in range(solver.steps):
+        loss, g = oracle.gradient(d, step, solver.batch_size)
+        residual = trace.record(loss, g)
+        steps = torch.zeros_like(residual, dtype=torch.long) if steps is None else steps
+        active = None if tol is None else residual > tol
+        if active is not None and not bool(active.any()):
+            break
+        if active is None or bool(active.all()):
+            d, memory = solver.update(d, g, memory, strong_convexity=oracle.strong_convexity, inplace=True)
+            steps += 1
+        else:  # a row that has converged must not move any more while the others go on
+            new = solver.update(d, g, memory, strong_convexity=oracle.strong_convexity, inplace=False)
+            d, memory = select(active, new[0], d), select(active, new[1], memory)
+            steps += active
+        del g  # or the old gradient would still be alive while the next forward pass stores its activations
+    assert steps is not None
+    return trace.solution(solver.result(d, memory), steps)
+
+
+def check_positive(value: float, what: str, fix: str) -> None:
+    """Raise a `ValueError` unless `value` is a positive finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{what} must be a positive number, got {value!r}. {fix}")
+
+
+def check_count(value: int, what: str, fix: str) -> None:
+    """Raise a `ValueError` unless `value` is a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what} must be a whole number of at least 1, got {value!r}. {fix}")
+
+
+def check_solver_options(steps: int, tol: float | None) -> None:
+    """The checks every solver shares."""
+    check_count(steps, "steps", "Few-shot learners usually take 1 to 20 steps.")
+    if tol is not None:
+        check_positive(tol, "tol", "It is the residual norm at which a solve stops early; leave it out to always take all steps.")

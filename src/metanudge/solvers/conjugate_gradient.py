@@ -1,0 +1,60 @@
+"""Conjugate gradient for symmetric positive-definite systems, row by row (Hestenes & Stiefel, 1952)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metanudge.params import Params, add_scaled, dot, norm, zeros_like
+
+
+@dataclass(frozen=True)
+class LinearSolve:
+    """An approximate solution of A x = b.
+
+    Attributes:
+        x: the solution of each row.
+        residual: ‖b − A x‖ of each row.
+        products: matrix-vector products used.
+        indefinite: rows in which a direction of non-positive curvature was met; they keep the x they had.
+    """
+
+    x: Params
+    residual: Tensor
+    products: int
+    indefinite: Tensor
+
+
+def conjugate_gradient(matvec: Callable[[Params], Params], b: Params, *, steps: int, tol: float = 0.0) -> LinearSolve:
+    """Solve A x = b from x = 0 with at most `steps` products; a row stops at ‖b − A x‖ ≤ tol·‖b‖ or at ⟨p, A p⟩ ≤ 0.
+
+    Rows that have stopped keep their x while the others go on.
+    """
+    x = zeros_like(b)
+    r = {name: leaf.clone() for name, leaf in b.items()}
+    p = r
+    rr = dot(r, r)
+    target = (tol * norm(b)) ** 2
+    active = rr > target
+    indefinite = torch.zeros_like(active)
+    products = 0
+    for _ in range(steps):
+        # Without a tolerance the loop has a fixed length and never waits for the device.
+        if tol > 0 and not bool(active.any()):
+            break
+        ap = matvec(p)
+        products += 1
+        curvature = dot(p, ap)
+        indefinite = indefinite | (active & (curvature <= 0))
+        active = active & (curvature > 0)
+        alpha = torch.where(active, rr / torch.where(curvature == 0, torch.ones_like(rr), curvature), torch.zeros_like(rr))
+        x = add_scaled(x, alpha, p)
+        r = add_scaled(r, -alpha, ap)
+        rr_new = dot(r, r)
+        active = active & (rr_new > target)
+        p = add_scaled(r, torch.where(active, rr_new / torch.where(rr == 0, torch.ones_like(rr), rr), torch.zeros_like(rr)), p)
+        rr = rr_new
+    return LinearSolve(x, rr.clamp_min(0).sqrt(), products, indefinite)

@@ -1,0 +1,62 @@
+"""Gradient descent on the inner problem, on the whole support set or on minibatches of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from metanudge.params import Params
+from metanudge.solvers.base import Oracle, Solution, check_count, check_positive, check_solver_options, iterate
+
+
+@dataclass(frozen=True)
+class GradientDescent:
+    """d ← d − α ∇g(d), the inner algorithm of the paper's experiments.
+
+    Args:
+        lr: step size α. The inner problem has curvature up to L̂ + λ; steps above 2/(L̂ + λ) diverge.
+        steps: K.
+        tol: stop a task early once ‖∇g‖ is at most this.
+        batch_size: support examples drawn (without replacement) for each step; default all. The draw depends on the seed, the
+            task and the step only, so all solves of one stencil see the same data order.
+
+    Cost: `steps` gradients of the inner objective; memory of one of them.
+
+    Example:
+        >>> GradientDescent(lr=0.1, steps=5)
+        GradientDescent(lr=0.1, steps=5, tol=None, batch_size=None)
+    """
+
+    lr: float
+    steps: int
+    tol: float | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self.lr, "lr", "Start with 0.1; stable steps are below 2/(curvature + lam).")
+        check_solver_options(self.steps, self.tol)
+        if self.batch_size is not None:
+            check_count(self.batch_size, "batch_size", "Leave it out to use the whole support set.")
+
+    def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
+        """Minimise from `start` (default: d = 0)."""
+        return iterate(self, oracle, start, self.tol)
+
+    def memory(self, d: Params) -> Params:
+        """Gradient descent remembers nothing."""
+        return {}
+
+    def update(
+        self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool
+    ) -> tuple[Params, Params]:
+        """One step."""
+        if inplace:
+            for name, leaf in d.items():
+                leaf.add_(g[name], alpha=-self.lr)
+            return d, memory
+        return {name: torch.add(leaf, g[name], alpha=-self.lr) for name, leaf in d.items()}, memory
+
+    def result(self, d: Params, memory: Params) -> Params:
+        """The last iterate."""
+        return d

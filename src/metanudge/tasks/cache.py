@@ -1,0 +1,77 @@
+"""Where generated and downloaded data are kept, and how they get there without half-written files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def cache_folder() -> Path:
+    """The folder for data files: $METANUDGE_CACHE, else $XDG_CACHE_HOME/metanudge, else ~/.cache/metanudge.
+
+    It is not created here.
+    """
+    if own := os.environ.get("METANUDGE_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    # The XDG specification tells programs to ignore relative paths.
+    base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
+    return base / "metanudge"
+
+
+def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write an .npz file that other processes see complete or not at all.
+
+    It is written under a temporary name in the same folder, then renamed, so a killed run leaves no broken file and two
+    runs that write at once both succeed. A cache that cannot be written costs time, not correctness: this warns.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem + ".", suffix=".tmp")
+    except OSError as error:
+        _warn_not_cached(path, error)
+        return
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub reads the names as allow_pickle
+        os.replace(temporary, path)
+    except OSError as error:
+        _warn_not_cached(path, error)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def load_arrays(path: Path, expected: Mapping[str, tuple[int | None, ...]]) -> dict[str, NDArray[Any]] | None:
+    """The arrays of a cached .npz file, or None when it is missing, damaged or of another layout.
+
+    Args:
+        path: the file.
+        expected: name → shape of each array that must be there; None stands for any length.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in expected}
+    except Exception:  # a damaged file fails in a dozen ways, and the answer to each is to make it anew
+        return None
+    return arrays if all(_fits(arrays[name].shape, shape) for name, shape in expected.items()) else None
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(expected) and all(e in (None, s) for s, e in zip(shape, expected, strict=True))
+
+
+def _warn_not_cached(path: Path, error: OSError) -> None:
+    warnings.warn(
+        f"Could not write {path} ({error}), so this data set will be prepared again next time. "
+        "Set METANUDGE_CACHE to a folder that can be written.",
+        stacklevel=3,
+    )

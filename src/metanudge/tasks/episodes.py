@@ -1,0 +1,194 @@
+"""`Episodes`: the base of every task source. An episode is a pure function of (seed, split, index).
+
+So any worker, rank or resumed run sees the same stream of tasks, whatever the batch size, and `source.task(1000)` costs
+no more than `source.task(0)`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import count as count_from
+from typing import ClassVar, Literal, Self, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from metanudge.task import Batch, Task, TaskBatch
+from metanudge.tasks.draws import Keys, episode_keys, root_key
+
+Split = Literal["train", "val", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+class Episodes(ABC):
+    """A stream of tasks for each of the splits "train", "val" and "test".
+
+    A source says how tasks are drawn (`_draw`) and what they look like (`kind`, `num_outputs`, `input_shape`); this
+    class numbers them.
+
+    Args:
+        ways: classes per task (1 for regression).
+        shots: support examples per class.
+        queries: query examples per class.
+        seed: another seed is another stream of tasks; 0 ≤ seed < 2⁶⁴.
+        device: where the tensors of a task live.
+        dtype: floating dtype of the inputs.
+
+    Example:
+        >>> from metanudge.tasks import Sinusoid
+        >>> source = Sinusoid(shots=5, queries=10, seed=0)
+        >>> for tasks in source.batches(size=4, count=2):
+        ...     print(len(tasks), tasks[0].num_support, tasks[0].num_query)
+        4 5 10
+        4 5 10
+        >>> again = Sinusoid(shots=5, queries=10, seed=0).task(6)
+        >>> torch.equal(tasks[2].support[0], again.support[0])      # the last batch held episodes 4, 5, 6 and 7
+        True
+    """
+
+    kind: ClassVar[Literal["classification", "regression"]]
+
+    def __init__(
+        self,
+        *,
+        ways: int,
+        shots: int,
+        queries: int,
+        seed: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        for name, value in (("ways", ways), ("shots", shots), ("queries", queries)):
+            check_count(name, value, why="A task needs at least one class, one support and one query example.")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed={seed!r} cannot number a stream of tasks. Use an integer from 0 to 2**64 - 1.")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype={dtype} cannot hold the inputs. Use a floating dtype such as torch.float32.")
+        self.ways = ways
+        self.shots = shots
+        self.queries = queries
+        self.seed = seed
+        self.device = torch.device(device)
+        self.dtype = dtype
+
+    @property
+    @abstractmethod
+    def num_outputs(self) -> int:
+        """Outputs a model for these tasks needs: the number of ways, or 1 for regression."""
+
+    @property
+    @abstractmethod
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one example's input."""
+
+    @abstractmethod
+    def classes(self, split: Split) -> tuple[str, ...]:
+        """Names of the classes that the tasks of a split are drawn from (none for regression)."""
+
+    @abstractmethod
+    def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+        """Support and query of one episode per key, every tensor `(num_tasks, num_examples, ...)`.
+
+        Pure: row r depends on `keys[r]` and `split` alone, not on the other rows.
+        """
+
+    def batch(self, indices: Iterable[int], split: Split = "train") -> TaskBatch:
+        """The episodes with these indices, stacked; any order, repeats allowed.
+
+        Example:
+            >>> from metanudge.tasks import Sinusoid
+            >>> len(Sinusoid().batch(range(10, 14)))
+            4
+        """
+        check_split(split)
+        numbers = _as_indices(indices)
+        keys = episode_keys(root_key(self.seed, SPLITS.index(split)), numbers)
+        return TaskBatch(*self._draw(keys, split))
+
+    def task(self, index: int, split: Split = "train") -> Task:
+        """One episode."""
+        return self.batch([index], split)[0]
+
+    def batches(
+        self, *, size: int = 16, count: int | None = 600, start: int = 0, split: Split = "train"
+    ) -> Iterator[TaskBatch]:
+        """Batches number `start`, `start + 1`, …; batch b holds the episodes b·size … b·size + size − 1.
+
+        Args:
+            size: tasks per batch.
+            count: how many batches; None never ends.
+            start: number of the first batch, to resume where a run stopped.
+            split: "train", "val" or "test".
+        """
+        # Checked here and not in the generator, whose body would run only when the first batch is asked for.
+        check_count("size", size, why="A batch needs at least one task.")
+        check_split(split)
+        if count is not None and count < 0:
+            raise ValueError(f"count={count} batches cannot be drawn. Use 0 or more, or None for a stream without end.")
+        if start < 0:
+            raise ValueError(f"start={start} is before the first batch. Batches are numbered from 0.")
+        numbers = count_from(start) if count is None else range(start, start + count)
+        return (self.batch(range(b * size, (b + 1) * size), split) for b in numbers)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same stream of tasks on another device; this source stays as it is.
+
+        Example:
+            >>> from metanudge.tasks import Sinusoid
+            >>> Sinusoid().to("meta").task(0).support[0].device.type
+            'meta'
+        """
+        moved = copy.copy(self)
+        moved.device = torch.device(device)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(moved, name, value.to(device))
+        return moved
+
+    def __repr__(self) -> str:
+        sizes = [len(self.classes(split)) for split in SPLITS]
+        parts = [f"ways={self.ways}"] if any(sizes) else []
+        parts += [f"shots={self.shots}", f"queries={self.queries}", f"seed={self.seed}"]
+        parts += [f"input_shape={self.input_shape}"]
+        parts += ["classes=" + "/".join(map(str, sizes))] if any(sizes) else []
+        return f"{type(self).__name__}({', '.join(parts)}, device={str(self.device)!r})"
+
+
+def check_count(name: str, value: int, *, why: str) -> None:
+    """Raise `ValueError` unless `value` is a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} is not a positive integer. {why}")
+
+
+def check_split(split: str) -> None:
+    """Raise `ValueError` for anything but "train", "val" and "test"."""
+    if split not in SPLITS:
+        raise ValueError(f"There is no split {split!r}.{near(split, SPLITS)} The splits are {', '.join(SPLITS)}.")
+
+
+def near(name: object, names: Iterable[str]) -> str:
+    """ " Did you mean …?" for an error message, or nothing when no name is close.
+
+    Example:
+        >>> near("validation", ["train", "val", "test"])
+        " Did you mean 'val'?"
+    """
+    found = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.4)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def _as_indices(indices: Iterable[int]) -> NDArray[np.int64]:
+    values = np.asarray(indices if isinstance(indices, (range, np.ndarray, Tensor)) else list(indices))
+    if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iu":
+        raise ValueError(
+            f"Episodes are asked for by a non-empty sequence of integers, got shape {values.shape} of {values.dtype}. "
+            "Use source.batch(range(16)), or source.task(3) for a single one."
+        )
+    if int(values.min()) < 0:
+        raise ValueError(f"There is no episode {int(values.min())}. Episodes are numbered from 0.")
+    return values.astype(np.int64)

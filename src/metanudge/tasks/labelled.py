@@ -1,0 +1,213 @@
+"""`Labelled`: few-shot tasks from any labelled data, be it arrays, a `Dataset`, a folder of images or a CSV file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, TypedDict, Unpack
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from metanudge.tasks.class_splits import split_classes
+from metanudge.tasks.classification import ClassEpisodes, Pool
+from metanudge.tasks.episodes import Split
+from metanudge.tasks.read_csv import read_csv
+from metanudge.tasks.read_dataset import read_dataset
+from metanudge.tasks.read_folder import read_folder
+
+
+class LabelledOptions(TypedDict, total=False):
+    """The options that every way of building a `Labelled` takes; see there."""
+
+    ways: int
+    shots: int
+    queries: int
+    seed: int
+    splits: Sequence[float] | Mapping[Split, Sequence[object]]
+    split_seed: int
+    drop_small: bool
+    device: torch.device | str
+    dtype: torch.dtype
+
+
+class Labelled(ClassEpisodes):
+    """Few-shot tasks from inputs and labels; classes may have different numbers of examples.
+
+    The *classes* are divided among the splits, so that validation and test tasks hold classes never trained on.
+
+    Args:
+        x: inputs, shape `(num_examples, ...)`. Floats come out in `dtype`; uint8 is taken for images and comes out
+            in [0, 1]; other integers (token numbers) stay as they are.
+        y: one label per example: integers or strings.
+        ways, shots, queries: classes per task, support and query examples per class.
+        seed: of the stream of tasks.
+        splits: fractions of the classes for train, val and test, or lists of classes: `{"train": [...], "test": [...]}`
+            (classes in no list are left out).
+        split_seed: of the division by fractions; apart from `seed`, so that runs with another `seed` train on the same
+            classes.
+        drop_small: leave out the classes with fewer than shots + queries examples, instead of refusing them. This
+            happens after the division, so the splits do not depend on shots and queries.
+        device, dtype: of the tensors.
+
+    Example:
+        >>> x, y = torch.randn(200, 8), torch.arange(200) % 20
+        >>> source = Labelled(x, y, ways=3, shots=2, queries=5)
+        >>> source
+        Labelled(ways=3, shots=2, queries=5, seed=0, input_shape=(8,), classes=13/3/4, device='cpu')
+        >>> source.task(0, "test").support[1].tolist()
+        [0, 0, 1, 1, 2, 2]
+    """
+
+    def __init__(
+        self,
+        x: Tensor | ArrayLike,
+        y: Tensor | Sequence[Any] | NDArray[Any],
+        *,
+        ways: int = 5,
+        shots: int = 1,
+        queries: int = 15,
+        seed: int = 0,
+        splits: Sequence[float] | Mapping[Split, Sequence[object]] = (0.64, 0.16, 0.2),
+        split_seed: int = 0,
+        drop_small: bool = False,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        examples = _as_examples(x)
+        labels, names = _as_labels(y)
+        if len(examples) != len(labels):
+            raise ValueError(
+                f"x has {len(examples)} examples and y has {len(labels)} labels. Each example needs exactly one label."
+            )
+        parts = split_classes(names, splits, seed=split_seed)
+        pools = {split: Pool.of(labels, names=names, keep=places) for split, places in parts.items()}
+        if drop_small:
+            pools = {split: pool.without_small(shots + queries) for split, pool in pools.items()}
+        super().__init__(
+            examples, pools, ways=ways, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype
+        )
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: Any,
+        *,
+        input_key: str | int | None = None,
+        label_key: str | int | None = None,
+        **options: Unpack[LabelledOptions],
+    ) -> Self:
+        """From a torch `Dataset` (or anything with length and items) that is read into memory once.
+
+        Args:
+            dataset: its items are pairs (input, label), or dicts as HuggingFace data sets have them. Inputs are
+                tensors, arrays, numbers or Pillow images, all of one shape.
+            input_key, label_key: the keys of a dict item (usual names such as "image" and "label" are found without),
+                or the places in a tuple item (0 and 1).
+            options: see `Labelled`.
+
+        Example:
+            >>> data = torch.utils.data.TensorDataset(torch.randn(60, 8), torch.arange(60) % 6)
+            >>> Labelled.from_dataset(data, ways=2, queries=3, splits=(0.5, 0.0, 0.5)).classes("train")
+            ('1', '2', '3')
+        """
+        return cls(*read_dataset(dataset, input_key=input_key, label_key=label_key), **options)
+
+    @classmethod
+    def from_folder(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        image_size: int | tuple[int, int] | None = 28,
+        grey: bool = True,
+        **options: Unpack[LabelledOptions],
+    ) -> Self:
+        """From a folder with one sub-folder per class; the names of the sub-folders are the classes.
+
+        Args:
+            path: the folder. Files beside the sub-folders, and hidden files, are not looked at.
+            image_size: side, or (height, width), that images are resized to; None keeps them.
+            grey: one channel instead of three.
+            options: see `Labelled`.
+
+        A class folder holds images (any format Pillow reads) or arrays: .npy, .npz with one array, .csv with one
+        vector. The order of the examples follows the sorted names, not the file system.
+        """
+        return cls(*read_folder(path, image_size=image_size, grey=grey), **options)
+
+    @classmethod
+    def from_csv(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        label: str = "label",
+        features: Sequence[str] | None = None,
+        delimiter: str = ",",
+        **options: Unpack[LabelledOptions],
+    ) -> Self:
+        """From a CSV file with a header: one row per example, numbers in every column but the label's.
+
+        Args:
+            path: the file, in UTF-8.
+            label: the column that holds the class.
+            features: the columns to use as inputs; None takes all but the label.
+            delimiter: what separates the cells.
+            options: see `Labelled`.
+        """
+        return cls(*read_csv(path, label=label, features=features, delimiter=delimiter), **options)
+
+
+def _as_examples(x: Tensor | ArrayLike) -> Tensor:
+    if isinstance(x, Tensor):
+        examples = x.detach()
+    else:
+        array = np.asarray(x)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(
+                f"x has dtype {array.dtype}; inputs must be numbers, in one array of shape (num_examples, ...). "
+                "Encode text first, and make all inputs the same shape."
+            )
+        examples = torch.from_numpy(np.ascontiguousarray(array))
+    if examples.is_complex():
+        raise TypeError(
+            "x is complex; inputs must be real numbers. Stack real and imaginary part on an axis of their own."
+        )
+    if examples.ndim == 0 or len(examples) == 0:
+        raise ValueError(f"x has shape {tuple(examples.shape)} and so no examples. Give shape (num_examples, ...).")
+    if examples.ndim == 1:
+        examples = examples[:, None]  # a model needs a feature axis
+    if examples.is_floating_point():
+        finite = examples.isfinite().flatten(1).all(dim=1)
+        if not finite.all():
+            rows = (~finite).nonzero().flatten().tolist()
+            raise ValueError(
+                f"x holds NaN or infinity in {len(rows)} examples, the first is number {rows[0]}. They would spread to "
+                "every parameter; correct these examples or leave them out."
+            )
+        return examples
+    if examples.dtype == torch.bool:
+        return examples.float()
+    return examples if examples.dtype == torch.uint8 else examples.long()
+
+
+def _as_labels(y: Tensor | Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Class numbers, and the sorted names they stand for."""
+    values = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    if values.ndim != 1:
+        raise ValueError(
+            f"y has shape {values.shape}, expected one label per example, shape (num_examples,). "
+            "One-hot labels become numbers with y.argmax(1)."
+        )
+    if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
+        values = values.astype(np.str_)  # columns of text, as pandas keeps them
+    if values.dtype.kind == "f" and bool((np.isfinite(values) & (values == np.rint(values))).all()):
+        values = values.astype(np.int64)
+    if values.dtype.kind not in "biuU":
+        raise TypeError(
+            f"y has dtype {values.dtype} (first label: {values[:1].tolist()}); labels must be integers or strings, "
+            "none missing. For real-valued targets write a regression source like metanudge.tasks.Sinusoid."
+        )
+    unique, numbers = np.unique(values, return_inverse=True)
+    return numbers.astype(np.int64), tuple(str(name) for name in unique.tolist())

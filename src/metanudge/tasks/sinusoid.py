@@ -1,0 +1,94 @@
+"""Sinusoid regression: every task is a sine wave of its own amplitude and phase (Finn, Abbeel, Levine 2017, §5.1)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from metanudge.task import Batch
+from metanudge.tasks.draws import Keys, fork, normal, uniform
+from metanudge.tasks.episodes import Episodes, Split, check_split
+
+
+class Sinusoid(Episodes):
+    """Regression tasks y = a·sin(x − p) with a ~ U[0.1, 5], p ~ U[0, π] and x ~ U[−5, 5].
+
+    Inputs and targets have shape `(n, 1)`. The splits are streams of their own from the same distribution.
+
+    Args:
+        shots, queries: support and query points per task.
+        seed: of the stream of tasks.
+        noise: standard deviation of Gaussian noise on the targets of both sets.
+        amplitude, phase, domain: the ranges that a, p and x are drawn from.
+        device, dtype: of the tensors.
+
+    Example:
+        >>> task = Sinusoid(shots=10, queries=10, seed=0).task(0)
+        >>> x, y = task.support
+        >>> x.shape, y.shape, bool(y.abs().max() <= 5)
+        (torch.Size([10, 1]), torch.Size([10, 1]), True)
+    """
+
+    kind: ClassVar[Literal["classification", "regression"]] = "regression"
+
+    def __init__(
+        self,
+        shots: int = 10,
+        queries: int = 10,
+        *,
+        seed: int = 0,
+        noise: float = 0.0,
+        amplitude: tuple[float, float] = (0.1, 5.0),
+        phase: tuple[float, float] = (0.0, np.pi),
+        domain: tuple[float, float] = (-5.0, 5.0),
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(ways=1, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype)
+        if not 0 <= noise < np.inf:
+            raise ValueError(f"noise={noise} is not a standard deviation. Use 0 for none, or a positive number.")
+        for name, (low, high) in (("amplitude", amplitude), ("phase", phase), ("domain", domain)):
+            if not -np.inf < low <= high < np.inf:
+                raise ValueError(f"{name}=({low}, {high}) is not a range. Give two finite numbers, smaller first.")
+        self.noise = noise
+        self.amplitude = amplitude
+        self.phase = phase
+        self.domain = domain
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs a model for these tasks needs: 1."""
+        return 1
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one example's input: `(1,)`."""
+        return (1,)
+
+    def classes(self, split: Split) -> tuple[str, ...]:
+        """Regression tasks have no classes."""
+        check_split(split)
+        return ()
+
+    def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+        points = self.shots + self.queries
+        wave = uniform(keys, 2)
+        amplitude, phase = _between(self.amplitude, wave[:, :1]), _between(self.phase, wave[:, 1:])
+        x = _between(self.domain, uniform(fork(keys, np.array([0])), points))
+        y = amplitude * np.sin(x - phase)
+        if self.noise:
+            y += self.noise * normal(fork(keys, np.array([1])), points)
+        inputs, targets = self._tensor(x), self._tensor(y)
+        return (inputs[:, : self.shots], targets[:, : self.shots]), (inputs[:, self.shots :], targets[:, self.shots :])
+
+    def _tensor(self, values: NDArray[np.float64]) -> Tensor:
+        return torch.from_numpy(values)[..., None].to(self.dtype).to(self.device)
+
+
+def _between(bounds: tuple[float, float], u: NDArray[np.float64]) -> NDArray[np.float64]:
+    low, high = bounds
+    return low + (high - low) * u
