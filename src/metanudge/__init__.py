@@ -1,37 +1,55 @@
 """First-order meta-learning with meta-gradients you can trust.
 
 Nudge the inner problem with a little of the outer loss, watch how its solution moves, and you have the meta-gradient.
-Importing this package needs torch and numpy only.
+Importing this package is instant; its names load torch and numpy when first used, and nothing else.
 """
 
-from metanudge import optim
-from metanudge.engines import StackingError
-from metanudge.estimators import ESMAML, FOBMAML, FOMAML, IMAML, MAML, Exact, NonFiniteError, Reptile, Stats
-from metanudge.learner import Evaluation, MetaLearner
-from metanudge.solvers import LBFGS, GradientDescent, Nesterov, NewtonCG, TorchOptimizer
-from metanudge.task import Task, TaskBatch
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from metanudge.version import __version__
 
-__all__ = [
-    "ESMAML",
-    "FOBMAML",
-    "FOMAML",
-    "IMAML",
-    "LBFGS",
-    "MAML",
-    "Evaluation",
-    "Exact",
-    "GradientDescent",
-    "MetaLearner",
-    "Nesterov",
-    "NewtonCG",
-    "NonFiniteError",
-    "Reptile",
-    "StackingError",
-    "Stats",
-    "Task",
-    "TaskBatch",
-    "TorchOptimizer",
-    "__version__",
-    "optim",
-]
+if TYPE_CHECKING:
+    from metanudge import models, optim, tasks
+    from metanudge.engines import StackingError
+    from metanudge.estimators import ESMAML, FOBMAML, FOMAML, IMAML, MAML, Exact, NonFiniteError, Reptile, Stats
+    from metanudge.gradcheck import GradientReport, check_gradient
+    from metanudge.learner import Evaluation, MetaLearner
+    from metanudge.solvers import LBFGS, GradientDescent, Nesterov, NewtonCG, TorchOptimizer
+    from metanudge.task import Task, TaskBatch
+
+# Where each public name lives. Loading on first use keeps the command line's --help fast: importing torch takes seconds.
+_HOMES = {
+    "engines": ("StackingError",),
+    "estimators": ("ESMAML", "Exact", "FOBMAML", "FOMAML", "IMAML", "MAML", "NonFiniteError", "Reptile", "Stats"),
+    "gradcheck": ("GradientReport", "check_gradient"),
+    "learner": ("Evaluation", "MetaLearner"),
+    "solvers": ("GradientDescent", "LBFGS", "Nesterov", "NewtonCG", "TorchOptimizer"),
+    "task": ("Task", "TaskBatch"),
+}
+_MODULES = ("models", "optim", "tasks")
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: RUF022 — grouped by what they are for
+    "MetaLearner", "Evaluation", "Stats", "Task", "TaskBatch",
+    "FOBMAML", "MAML", "FOMAML", "Reptile", "IMAML", "ESMAML", "Exact",
+    "GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG",
+    "check_gradient", "GradientReport", "NonFiniteError", "StackingError",
+    "models", "optim", "tasks", "__version__",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"metanudge.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'metanudge' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"metanudge.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -93,7 +93,7 @@ class MetaLearner(nn.Module):
             self._cached = (key, Problem(Objective(self.model, self.loss), self.lam))
         return self._cached[1]
 
-    def backward(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None) -> Stats:
+    def backward(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> Stats:
         """Add the mean meta-gradient of the tasks to the parameters' `.grad`, like `loss.backward()`.
 
         Nothing is written when anything goes wrong on the way. Hooks on the parameters see the meta-gradient as they would see an
@@ -103,12 +103,11 @@ class MetaLearner(nn.Module):
             tasks: a `TaskBatch`, a `Task`, or tasks.
             metrics: also measure query loss and accuracy before and after adaptation (a few forward passes).
             seed: of this call's dropout masks and minibatches. Default: from the learner's seed and the number of calls so far.
+            first: place of the first task in a meta-batch shared among machines, so that each task's draws are the same wherever it runs.
         """
-        gradient, stats = self.meta_gradient(tasks, metrics=metrics, seed=seed)
+        gradient, stats = self.meta_gradient(tasks, metrics=metrics, seed=seed, first=first)
         parameters = self.problem().parameters
-        torch.autograd.backward(
-            list(parameters.values()), [gradient.pop(n).to(p.dtype) for n, p in parameters.items()]
-        )
+        torch.autograd.backward(list(parameters.values()), [gradient.pop(n).to(p.dtype) for n, p in parameters.items()])
         return stats
 
     def forward(self, tasks: Tasks, *, seed: int | None = None) -> Tensor:
@@ -117,15 +116,15 @@ class MetaLearner(nn.Module):
         For what wants a loss rather than a `.grad`: `GradScaler.scale(learner(tasks)).backward()`, or `DistributedDataParallel(learner)`.
         """
         parameters = self.problem().parameters
-        return _MetaLoss.apply(self, tasks, seed, *parameters.values())  # type: ignore[no-any-return]
+        return _MetaLoss.apply(self, tasks, seed, *parameters.values())
 
-    def meta_gradient(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None) -> tuple[Params, Stats]:
+    def meta_gradient(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> tuple[Params, Stats]:
         """The mean meta-gradient as a dict keyed like `model.named_parameters()`; writes no `.grad`."""
         batch = TaskBatch.of(tasks)
         if seed is None:
             seed = mix(self.seed, self.calls)
         engine, _ = self.choose_engine(batch)
-        options = {"solver": self.solver, "estimator": self.estimator, "seed": seed, "metrics": metrics}
+        options = {"solver": self.solver, "estimator": self.estimator, "seed": seed, "metrics": metrics, "first": first}
         with torch.enable_grad():
             try:
                 result = meta_gradient(self.problem(), batch, engine=engine, **options)  # type: ignore[arg-type]

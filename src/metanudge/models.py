@@ -1,8 +1,8 @@
 """The networks of the paper's experiments, and `build` to get one by name.
 
 BatchNorm layers keep torch's defaults: batch statistics in training mode, running statistics in evaluation mode.
-Few-shot work usually stays in training mode (transductive), as the MAML code does. The classifiers have their last linear
-layer as `head` and the rest as `features`, for methods that adapt one and share the other.
+Few-shot work usually stays in training mode (transductive), as the MAML code does. Every network has its last linear
+layer as `head`, for methods that adapt the head and share the rest.
 """
 
 from __future__ import annotations
@@ -164,9 +164,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         if d_model % heads:
-            raise ValueError(
-                f"heads={heads} do not divide d_model={d_model}. Each head works on d_model/heads numbers."
-            )
+            raise ValueError(f"heads={heads} do not divide d_model={d_model}. Each head works on d_model/heads numbers.")
         self.heads = heads
         self.attention = _known(attention, ("math", "fused"), "attention")
         self.positions = nn.Parameter(0.02 * torch.randn(length, d_model))

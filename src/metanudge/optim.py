@@ -73,8 +73,7 @@ class _GlobalNormOptimizer(Optimizer):
         group = {**self.defaults, **param_group}
         if not 0 <= float(group["lr"]) < math.inf:
             raise ValueError(
-                f"{type(self).__name__} got lr={group['lr']}. It is the size of a step and must be finite and ≥ 0. "
-                "Try 1e-2."
+                f"{type(self).__name__} got lr={group['lr']}. It is the size of a step and must be finite and ≥ 0. Try 1e-2."
             )
         self._check(group)
         super().add_param_group(param_group)

@@ -55,6 +55,4 @@ def flatten(a: Params) -> Tensor:
 def unflatten(matrix: Tensor, like: Params) -> Params:
     """The inverse of `flatten`: rows of `matrix` cut and shaped like the leaves of `like` (whose row count may differ)."""
     pieces = matrix.split([leaf[0].numel() for leaf in like.values()], dim=1)
-    return {
-        name: piece.reshape(-1, *leaf.shape[1:]) for (name, leaf), piece in zip(like.items(), pieces, strict=True)
-    }
+    return {name: piece.reshape(-1, *leaf.shape[1:]) for (name, leaf), piece in zip(like.items(), pieces, strict=True)}

@@ -50,9 +50,7 @@ def num_examples(batch: Batch, *, axis: int = 0, what: str = "batch") -> int:
         )
     (size,) = sizes
     if size == 0:
-        raise ValueError(
-            f"The {what} is empty ({describe(batch)}). A task needs at least one support and one query example."
-        )
+        raise ValueError(f"The {what} is empty ({describe(batch)}). A task needs at least one support and one query example.")
     return size
 
 
@@ -61,10 +59,7 @@ def signature(batch: Batch) -> tuple[Any, ...]:
     leaves, spec = pytree.tree_flatten(batch)
     return (
         str(spec),
-        *(
-            (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else ("constant", repr(leaf))
-            for leaf in leaves
-        ),
+        *((tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else ("constant", repr(leaf)) for leaf in leaves),
     )
 
 
@@ -134,6 +129,10 @@ class Stack:
             map_tensors(lambda t: t[rows], self.query),
         )
 
+    def moved(self, first: int) -> Stack:
+        """The same tasks as part of a larger batch in which this one begins at place `first`."""
+        return self if first == 0 else Stack(tuple(first + place for place in self.places), self.support, self.query)
+
     def task(self, row: int) -> Task:
         """One task of the stack (views, no copies)."""
         return Task(map_tensors(lambda t: t[row], self.support), map_tensors(lambda t: t[row], self.query))
@@ -174,9 +173,7 @@ class TaskBatch(Sequence[Task]):
 
     def _set(self, stacks: tuple[Stack, ...]) -> None:
         self.stacks = stacks
-        self._where = {
-            place: (s, row) for s, stack in enumerate(stacks) for row, place in enumerate(stack.places)
-        }
+        self._where = {place: (s, row) for s, stack in enumerate(stacks) for row, place in enumerate(stack.places)}
 
     @classmethod
     def of(cls, tasks: TaskBatch | Task | Iterable[Task]) -> TaskBatch:
@@ -197,10 +194,7 @@ class TaskBatch(Sequence[Task]):
             alike.setdefault((signature(item.support), signature(item.query)), []).append(place)
         self = cls.__new__(cls)
         self._set(
-            tuple(
-                Stack(tuple(p), _stack([items[i].support for i in p]), _stack([items[i].query for i in p]))
-                for p in alike.values()
-            )
+            tuple(Stack(tuple(p), _stack([items[i].support for i in p]), _stack([items[i].query for i in p])) for p in alike.values())
         )
         return self
 
@@ -223,17 +217,13 @@ class TaskBatch(Sequence[Task]):
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
-        parts = "; ".join(
-            f"{len(s)} × support [{describe(s.task(0).support)}], query [{describe(s.task(0).query)}]" for s in self.stacks
-        )
+        parts = "; ".join(f"{len(s)} × support [{describe(s.task(0).support)}], query [{describe(s.task(0).query)}]" for s in self.stacks)
         return f"TaskBatch({len(self)} tasks: {parts})"
 
     def to(self, *args: Any, **kwargs: Any) -> TaskBatch:
         """Move (or cast the floating tensors of) all tasks like `Tensor.to`."""
         moved = TaskBatch.__new__(TaskBatch)
-        moved._set(
-            tuple(Stack(s.places, _to(s.support, args, kwargs), _to(s.query, args, kwargs)) for s in self.stacks)
-        )
+        moved._set(tuple(Stack(s.places, _to(s.support, args, kwargs), _to(s.query, args, kwargs)) for s in self.stacks))
         return moved
 
 

@@ -53,9 +53,7 @@ class Inner(ABC):
     def zeros(self, rows: int) -> Params:
         """Zero displacements."""
         dtypes, device = self.problem.theta_dtypes, self.problem.device
-        return {
-            n: torch.zeros((rows, *p.shape), dtype=dtypes[n], device=device) for n, p in self.problem.parameters.items()
-        }
+        return {n: torch.zeros((rows, *p.shape), dtype=dtypes[n], device=device) for n, p in self.problem.parameters.items()}
 
     def solve(
         self,
@@ -97,9 +95,7 @@ class Inner(ABC):
         """Query loss and accuracy at θ + d (at θ itself for None), without gradients."""
 
     @abstractmethod
-    def data_gradient(
-        self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
-    ) -> tuple[Tensor, Params]:
+    def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
         """Losses `(rows,)` and gradient of f̂(θ + d) + ν f(θ + d); without offsets f is not evaluated at all."""
 
     @abstractmethod
@@ -118,9 +114,7 @@ class Inner(ABC):
 class NudgedOracle:
     """The nudged problems of a group of tasks, in the form solvers want (see `metanudge.solvers.base.Oracle`)."""
 
-    def __init__(
-        self, inner: Inner, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
-    ) -> None:
+    def __init__(self, inner: Inner, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> None:
         self.inner = inner
         self.offsets = offsets
         self.nudge = nudge
@@ -190,7 +184,13 @@ class NudgedOracle:
             return None if p is None else {n: leaf[row : row + 1] for n, leaf in p.items()}
 
         return [
-            NudgedOracle(self.inner.apart(r % tasks), [self.offsets[r // tasks]], self.nudge, pick(self.force, r % tasks), pick(self.shift, r))
+            NudgedOracle(
+                self.inner.apart(r % tasks),
+                [self.offsets[r // tasks]],
+                self.nudge,
+                pick(self.force, r % tasks),
+                pick(self.shift, r),
+            )
             for r in range(self.rows)
         ]
 

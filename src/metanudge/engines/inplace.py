@@ -81,14 +81,16 @@ class InplaceEngine:
     name = "inplace"
 
     @contextmanager
-    def session(self, problem: Problem, batch: TaskBatch, *, width: int, seed: int, cost: Cost) -> Iterator[Iterator[Inner]]:
+    def session(
+        self, problem: Problem, batch: TaskBatch, *, width: int, seed: int, cost: Cost, first: int = 0
+    ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch as groups of one; the module is restored when the session ends."""
         _refuse_synchronising_wrappers(problem.objective.model)
         draws = Draws(seed, problem.device)
         with draws.preserved():
             guard = Guard(problem)
             try:
-                yield (InplaceInner(problem, place, task, guard, draws, cost) for place, task in enumerate(batch))
+                yield (InplaceInner(problem, place, task, guard, draws, cost) for place, task in enumerate(batch, first))
             finally:
                 guard.restore()
 
@@ -107,9 +109,7 @@ class InplaceInner(Inner):
         """One."""
         return 1
 
-    def data_gradient(
-        self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
-    ) -> tuple[Tensor, Params]:
+    def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
         """Losses and gradient of f̂ + ν f by one `backward()` each, so that their activations never live together."""
         self._write(d)
         total = self._backward(self._support(step, batch_size), step, "support", None)
@@ -140,9 +140,7 @@ class InplaceInner(Inner):
             total = total + offsets[0] * self._evaluate(self._task.query, d, step, "query")[0]
         return total.reshape(1)
 
-    def data_hvp(
-        self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
-    ) -> tuple[Tensor, Params, Params]:
+    def data_hvp(self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params, Params]:
         """Losses, gradient and Hessian-vector product by double backward."""
         self._write(d)
         leaves = list(self.problem.parameters.values())
@@ -222,9 +220,7 @@ class InplaceInner(Inner):
     def _collect(self) -> Params:
         """Take the gradients out of the module, with a row axis, in the dtype of the displacements."""
         collected: Params = {}
-        for (name, parameter), dtype in zip(
-            self.problem.parameters.items(), self.problem.theta_dtypes.values(), strict=True
-        ):
+        for (name, parameter), dtype in zip(self.problem.parameters.items(), self.problem.theta_dtypes.values(), strict=True):
             g = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             parameter.grad = None
             collected[name] = g.detach().to(dtype).unsqueeze(0)

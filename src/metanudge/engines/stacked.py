@@ -25,6 +25,8 @@ from metanudge.problem import Problem
 from metanudge.solvers.base import LinearSolver, Solution, check_count
 from metanudge.task import Batch, Stack, TaskBatch, map_tensors, num_examples
 
+_COLUMNS_AT_ONCE = 32
+
 
 @dataclass(frozen=True)
 class StackedEngine:
@@ -41,15 +43,17 @@ class StackedEngine:
             check_count(self.chunk, "chunk", "It is the number of solves (tasks × nudges) held in memory at once.")
 
     @contextmanager
-    def session(self, problem: Problem, batch: TaskBatch, *, width: int, seed: int, cost: Cost) -> Iterator[Iterator[Inner]]:
+    def session(
+        self, problem: Problem, batch: TaskBatch, *, width: int, seed: int, cost: Cost, first: int = 0
+    ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch in groups of equal shape, small enough for the chunk."""
         draws = Draws(seed, problem.device)
         tasks_at_once = len(batch) if self.chunk is None else max(1, self.chunk // width)
         nudges_at_once = width if self.chunk is None else min(width, self.chunk)
         groups = (
-            StackedInner(problem, stack[first : first + tasks_at_once], nudges_at_once, draws, cost)
+            StackedInner(problem, stack[begin : begin + tasks_at_once].moved(first), nudges_at_once, draws, cost)
             for stack in batch.stacks
-            for first in range(0, len(stack), tasks_at_once)
+            for begin in range(0, len(stack), tasks_at_once)
         )
         with draws.preserved():
             yield groups
@@ -74,9 +78,7 @@ class StackedInner(Inner):
         """As many as the chunk allows."""
         return self._nudges_at_once
 
-    def data_gradient(
-        self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
-    ) -> tuple[Tensor, Params]:
+    def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
         """Losses and gradient of f̂ + ν f for all rows."""
         rows = _rows(d)
 
@@ -122,9 +124,7 @@ class StackedInner(Inner):
         with torch.no_grad():
             return self._over_rows(row, _rows(d), (d, offsets), step, None, with_query=offsets is not None)
 
-    def data_hvp(
-        self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
-    ) -> tuple[Tensor, Params, Params]:
+    def data_hvp(self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params, Params]:
         """Losses, gradient and Hessian-vector product: forward over reverse, reverse over reverse where that is missing."""
         rows = _rows(d)
 
@@ -137,9 +137,9 @@ class StackedInner(Inner):
                 return grad(loss, has_aux=True)(d)
 
             if forward_mode:
-                g, hv, value = jvp(gradient, (d,), (v,), has_aux=True)
+                g, hv, value = jvp(gradient, (d,), (v,), has_aux=True)  # type: ignore[misc]
             else:
-                g, pull_back, value = vjp(gradient, d, has_aux=True)
+                g, pull_back, value = vjp(gradient, d, has_aux=True)  # type: ignore[misc]
                 (hv,) = pull_back(v)
             return value, g, hv
 
@@ -199,13 +199,17 @@ class StackedInner(Inner):
         return g, Solution(d, steps, residual, residual / mu, losses.T, residuals.T)
 
     def hessian(self, d: Params) -> Tensor:
-        """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`, one column after the other."""
+        """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`, some columns at a time."""
+        size = sum(leaf[0].numel() for leaf in d.values())
         columns = []
-        basis = torch.zeros_like(flatten(d))
-        for column in range(basis.shape[1]):
-            basis.zero_()[:, column] = 1
-            columns.append(flatten(self.data_hvp(d, unflatten(basis, d), None, 0, None)[2]))
-        return torch.stack(columns, dim=2)
+        for first in range(0, size, _COLUMNS_AT_ONCE):
+            count = min(_COLUMNS_AT_ONCE, size - first)
+            basis = torch.zeros(count, size, dtype=next(iter(d.values())).dtype, device=self.problem.device)
+            basis[:, first : first + count] = torch.eye(count)
+            v = unflatten(basis.repeat_interleave(self.tasks, 0), d)
+            repeated = {n: torch.cat([leaf] * count) for n, leaf in d.items()}
+            columns.append(flatten(self.data_hvp(repeated, v, None, 0, None)[2]).unflatten(0, (count, self.tasks)))
+        return torch.cat(columns).permute(1, 2, 0)
 
     def apart(self, row: int) -> Inner:
         """One task of the group."""

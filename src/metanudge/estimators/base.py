@@ -224,8 +224,13 @@ def meta_gradient(
     engine: Engine,
     seed: int = 0,
     metrics: bool = True,
+    first: int = 0,
 ) -> tuple[Params, Stats]:
-    """The mean meta-gradient of a batch of tasks, and its statistics. Changes neither the model nor `.grad`."""
+    """The mean meta-gradient of a batch of tasks, and its statistics. Changes neither the model nor `.grad`.
+
+    `first` is the place of the batch's first task in a larger meta-batch that is shared among machines: random draws that differ from
+    task to task follow the place.
+    """
     estimator.check(solver)
     if engine.name not in estimator.engines:
         raise ValueError(
@@ -236,7 +241,7 @@ def meta_gradient(
     problem.check_tasks(tasks)
     total = MetaGradient(problem, len(tasks), metrics=metrics)
     cost = Cost()
-    with engine.session(problem, tasks, width=estimator.width, seed=seed, cost=cost) as groups:
+    with engine.session(problem, tasks, width=estimator.width, seed=seed, cost=cost, first=first) as groups:
         for inner in groups:
             estimator.accumulate(inner, solver, total)
     return total.gradient, total.finish(cost, engine.name)

@@ -85,13 +85,15 @@ class FOBMAML:
     def check(self, solver: Solver) -> None:
         """Tangents and the shrinkage factor need a solver whose update is linear."""
         needs = 'stencil="tangent"' if self.stencil == "tangent" else "unshrink=True" if self.unshrink else None
-        if needs and not isinstance(solver, LinearSolver):
+        if needs is None:
+            return
+        if not isinstance(solver, LinearSolver):
             raise TypeError(
                 f"{needs} follows the solver's update step by step, which needs GradientDescent or Nesterov, not "
                 f'{type(solver).__name__}. Change the solver, or use stencil="symmetric" without unshrink.'
             )
-        if needs and getattr(solver, "tol", None) is not None:
-            raise ValueError(f"{needs} needs a fixed number of steps, but the solver has tol={solver.tol!r}. Leave tol out.")  # type: ignore[attr-defined]
+        if solver.tol is not None:
+            raise ValueError(f"{needs} needs a fixed number of steps, but the solver has tol={solver.tol!r}. Leave tol out.")
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add −λ Σ_j c_j φ_{ν_j} / ν of a group of tasks."""
@@ -182,9 +184,7 @@ class FOBMAML:
             total.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks)
         total.add(tangent, -1.0, self._scale(inner, solver))
 
-    def _follow(
-        self, inner: Inner, solver: LinearSolver, d: Params, tangent: Params, force: Params | None
-    ) -> tuple[Solution, Params]:
+    def _follow(self, inner: Inner, solver: LinearSolver, d: Params, tangent: Params, force: Params | None) -> tuple[Solution, Params]:
         """Run the solver and, beside it, the same linear update on the tangent dφ/dν, whose gradient is (∇²f̂ + λ)t + ∇p."""
         lam, mu = inner.problem.lam, inner.problem.smallest_lam
         trace = Trace(NudgedOracle(inner, [0.0], None, None, None))

@@ -38,10 +38,8 @@ class MAML:
                 f"MAML differentiates the solver's steps, but {type(solver).__name__} updates in place. Use GradientDescent or "
                 "Nesterov, or an estimator that needs no graph (FOBMAML, FOMAML, Reptile)."
             )
-        if getattr(solver, "tol", None) is not None:
-            raise ValueError(
-                f"MAML needs a fixed number of steps, but the solver has tol={solver.tol!r}. Leave tol out."  # type: ignore[attr-defined]
-            )
+        if solver.tol is not None:
+            raise ValueError(f"MAML needs a fixed number of steps, but the solver has tol={solver.tol!r}. Leave tol out.")
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the gradients of the adaptation of a group of tasks."""

@@ -144,15 +144,17 @@ class LinearSolver(Solver, Protocol):
     """
 
     @property
+    def tol(self) -> float | None:
+        """Residual at which a row stops early; None for a fixed number of steps."""
+
+    @property
     def batch_size(self) -> int | None:
         """Support examples per step; None for all of them."""
 
     def memory(self, d: Params) -> Params:
         """What the update remembers between steps, at the start."""
 
-    def update(
-        self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool
-    ) -> tuple[Params, Params]:
+    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool) -> tuple[Params, Params]:
         """One step from `d` with gradient `g`; with `inplace` the three dicts' tensors may be overwritten."""
 
     def result(self, d: Params, memory: Params) -> Params:

@@ -28,9 +28,10 @@ class LinearSolve:
     indefinite: Tensor
 
 
-def conjugate_gradient(matvec: Callable[[Params], Params], b: Params, *, steps: int, tol: float = 0.0) -> LinearSolve:
+def conjugate_gradient(matvec: Callable[[Params], Params], b: Params, *, steps: int, tol: float | Tensor = 0.0) -> LinearSolve:
     """Solve A x = b from x = 0 with at most `steps` products; a row stops at ‖b − A x‖ ≤ tol·‖b‖ or at ⟨p, A p⟩ ≤ 0.
 
+       `tol` is one number or one per row.
     Rows that have stopped keep their x while the others go on.
     """
     x = zeros_like(b)
@@ -41,9 +42,10 @@ def conjugate_gradient(matvec: Callable[[Params], Params], b: Params, *, steps: 
     active = rr > target
     indefinite = torch.zeros_like(active)
     products = 0
+    stops_early = isinstance(tol, Tensor) or tol > 0
     for _ in range(steps):
         # Without a tolerance the loop has a fixed length and never waits for the device.
-        if tol > 0 and not bool(active.any()):
+        if stops_early and not bool(active.any()):
             break
         ap = matvec(p)
         products += 1

@@ -47,9 +47,7 @@ class GradientDescent:
         """Gradient descent remembers nothing."""
         return {}
 
-    def update(
-        self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool
-    ) -> tuple[Params, Params]:
+    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool) -> tuple[Params, Params]:
         """One step."""
         if inplace:
             for name, leaf in d.items():

@@ -1,14 +1,14 @@
-"""L-BFGS with a strong-Wolfe line search: torch's own, stopped by the inner residual."""
+"""L-BFGS: torch's own, in rounds, to whatever precision the gradient has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from metanudge.params import Params
-from metanudge.solvers.base import Oracle, Solution, check_count, check_positive, check_solver_options
-from metanudge.solvers.torch_optimizer import TorchOptimizer
+from metanudge.solvers.base import Oracle, Solution, Trace, check_count, check_solver_options, join
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,11 @@ class LBFGS:
     """Quasi-Newton solves to high precision with plain gradients: the solver for exact meta-gradients of smooth models.
 
     Args:
-        steps: largest number of L-BFGS iterations.
-        tol: stop once no component of ∇g exceeds this.
+        steps: largest number of iterations of a round. The first round uses a strong-Wolfe line search; near the solution the
+            decrease of g drowns in its rounding and that search gives up, so rounds of full quasi-Newton steps, which need the
+            gradient only, follow as long as they help.
+        tol: stop once ‖∇g‖ is at most this.
         history: number of past steps that model the curvature.
-        lr: length of a first trial step.
 
     Cost: one to two gradients per iteration, each task on its own; memory of `2 × history` copies of φ.
     """
@@ -27,21 +28,62 @@ class LBFGS:
     steps: int = 100
     tol: float = 1e-10
     history: int = 20
-    lr: float = 1.0
 
     def __post_init__(self) -> None:
         check_solver_options(self.steps, self.tol)
         check_count(self.history, "history", "10 to 50 is usual.")
-        check_positive(self.lr, "lr", "1.0 is right for almost every problem.")
 
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Minimise from `start` (default: d = 0)."""
-        options = {
-            "lr": self.lr,
-            "max_iter": self.steps,
-            "history_size": self.history,
-            "tolerance_grad": self.tol,
-            "tolerance_change": 0.0,  # stop on the residual alone
-            "line_search_fn": "strong_wolfe",
-        }
-        return TorchOptimizer(torch.optim.LBFGS, steps=1, options=options).solve(oracle, start)
+        d = oracle.zeros() if start is None else start
+        rows = [{n: leaf[r : r + 1] for n, leaf in d.items()} for r in range(oracle.rows)]
+        return join([self._solve_row(one, row) for one, row in zip(oracle.split(), rows, strict=True)])
+
+    def _solve_row(self, oracle: Oracle, d: Params) -> Solution:
+        trace = Trace(oracle)
+        residual = float(trace.record(*oracle.gradient(d)))
+        iterations = 0
+        line_search: str | None = "strong_wolfe"
+        while self.tol < residual < float("inf"):
+            moved = {n: leaf.clone() for n, leaf in d.items()}
+            iterations += self._round(oracle, moved, residual, trace, line_search)
+            reached = float(trace.record(*oracle.gradient(moved)))
+            if not reached < residual:
+                trace.record(*oracle.gradient(d))  # what is reported last must belong to the point that is returned
+                break
+            d, residual, line_search = moved, reached, None
+        return trace.solution(d, torch.tensor([iterations], device=next(iter(d.values())).device))
+
+    def _round(self, oracle: Oracle, d: Params, residual: float, trace: Trace, line_search: str | None) -> int:
+        """One run of torch's L-BFGS that overwrites d; returns its iterations.
+
+        torch measures curvature and steps against absolute constants (⟨y, s⟩ > 1e-10), so it is given the problem in units in which
+        both gradient and step are of order one: u = d/r and g/r², with r the residual at the start. The Hessian stays the same.
+        """
+        start = [leaf[0].clone() for leaf in d.values()]
+        units = [torch.zeros_like(leaf) for leaf in start]
+        optimizer = torch.optim.LBFGS(
+            units,
+            lr=1.0,
+            max_iter=self.steps,
+            history_size=self.history,
+            tolerance_grad=0.1 * self.tol / residual,  # torch looks at the largest component, we at the norm
+            tolerance_change=0.0,
+            line_search_fn=line_search,
+        )
+
+        def place() -> None:
+            for leaf, base, unit in zip(d.values(), start, units, strict=True):
+                torch.add(base, unit, alpha=residual, out=leaf[0])
+
+        def closure() -> Tensor:
+            place()
+            loss, g = oracle.gradient(d)
+            trace.record(loss, g)
+            for unit, leaf in zip(units, g.values(), strict=True):
+                unit.grad = leaf[0] / residual
+            return oracle.objective(loss, d)[0] / residual**2
+
+        optimizer.step(closure)
+        place()
+        return int(optimizer.state[units[0]]["n_iter"])

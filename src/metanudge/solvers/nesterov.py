@@ -52,9 +52,7 @@ class Nesterov:
         """The previous x; at the start x = y."""
         return {name: leaf.clone() for name, leaf in d.items()}
 
-    def update(
-        self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool
-    ) -> tuple[Params, Params]:
+    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool) -> tuple[Params, Params]:
         """One step from y = `d` and x = `memory`."""
         beta = self._beta(strong_convexity)
         if inplace:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from metanudge.params import Params, add_scaled, dot, select
+from metanudge.params import Params, add_scaled, dot, norm, select
 from metanudge.solvers.base import Oracle, Solution, Trace, check_count, check_positive, check_solver_options
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
@@ -62,7 +62,9 @@ class NewtonCG:
             return {n: torch.add(leaf, v[n], alpha=self.damping) for n, leaf in hv.items()} if self.damping else hv
 
         downhill = {name: -leaf for name, leaf in g.items()}
-        solve = conjugate_gradient(matvec, downhill, steps=self.cg_steps, tol=1e-14)
+        # The nearer the solution, the more exact the step: enough for quadratic convergence, no product wasted far away.
+        forcing = norm(g).clamp(1e-12, 0.1)
+        solve = conjugate_gradient(matvec, downhill, steps=self.cg_steps, tol=forcing)
         # Negative curvature at the very first direction leaves x = 0: fall back on the gradient.
         nothing = dot(solve.x, solve.x) == 0
         direction = select(nothing, downhill, solve.x)

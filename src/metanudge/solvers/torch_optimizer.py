@@ -116,7 +116,7 @@ class TorchOptimizer:
 
             if self.tol is not None and taken and float(trace.last_residual) <= self.tol:
                 break
-            optimizer.step(closure)
+            optimizer.step(closure)  # type: ignore[arg-type]
             taken += 1
         # A line search may have looked at other points last: what is reported must belong to the point that is returned.
         trace.record(*oracle.gradient(d, taken - 1, self.batch_size))
@@ -134,4 +134,3 @@ class TorchOptimizer:
             return False
         closure = inspect.signature(step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
-

@@ -58,7 +58,8 @@ def load_arrays(path: Path, expected: Mapping[str, tuple[int | None, ...]]) -> d
         expected: name → shape of each array that must be there; None stands for any length.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here because np.load leaves a damaged file open.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in expected}
     except Exception:  # a damaged file fails in a dozen ways, and the answer to each is to make it anew
         return None

@@ -63,16 +63,15 @@ class Episodes(ABC):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
-        for name, value in (("ways", ways), ("shots", shots), ("queries", queries)):
-            check_count(name, value, why="A task needs at least one class, one support and one query example.")
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        why = "A task needs at least one class, one support and one query example."
+        self.ways = check_count("ways", ways, why=why)
+        self.shots = check_count("shots", shots, why=why)
+        self.queries = check_count("queries", queries, why=why)
+        if not _is_integer(seed) or not 0 <= seed < 1 << 64:
             raise ValueError(f"seed={seed!r} cannot number a stream of tasks. Use an integer from 0 to 2**64 - 1.")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype={dtype} cannot hold the inputs. Use a floating dtype such as torch.float32.")
-        self.ways = ways
-        self.shots = shots
-        self.queries = queries
-        self.seed = seed
+        self.seed = int(seed)
         self.device = torch.device(device)
         self.dtype = dtype
 
@@ -114,9 +113,7 @@ class Episodes(ABC):
         """One episode."""
         return self.batch([index], split)[0]
 
-    def batches(
-        self, *, size: int = 16, count: int | None = 600, start: int = 0, split: Split = "train"
-    ) -> Iterator[TaskBatch]:
+    def batches(self, *, size: int = 16, count: int | None = 600, start: int = 0, split: Split = "train") -> Iterator[TaskBatch]:
         """Batches number `start`, `start + 1`, …; batch b holds the episodes b·size … b·size + size − 1.
 
         Args:
@@ -126,7 +123,7 @@ class Episodes(ABC):
             split: "train", "val" or "test".
         """
         # Checked here and not in the generator, whose body would run only when the first batch is asked for.
-        check_count("size", size, why="A batch needs at least one task.")
+        size = check_count("size", size, why="A batch needs at least one task.")
         check_split(split)
         if count is not None and count < 0:
             raise ValueError(f"count={count} batches cannot be drawn. Use 0 or more, or None for a stream without end.")
@@ -159,10 +156,15 @@ class Episodes(ABC):
         return f"{type(self).__name__}({', '.join(parts)}, device={str(self.device)!r})"
 
 
-def check_count(name: str, value: int, *, why: str) -> None:
-    """Raise `ValueError` unless `value` is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_count(name: str, value: int, *, why: str) -> int:
+    """`value` as an int; raises `ValueError` unless it is a positive integer."""
+    if not _is_integer(value) or value < 1:
         raise ValueError(f"{name}={value!r} is not a positive integer. {why}")
+    return int(value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_split(split: str) -> None:

@@ -79,16 +79,12 @@ class Labelled(ClassEpisodes):
         examples = _as_examples(x)
         labels, names = _as_labels(y)
         if len(examples) != len(labels):
-            raise ValueError(
-                f"x has {len(examples)} examples and y has {len(labels)} labels. Each example needs exactly one label."
-            )
+            raise ValueError(f"x has {len(examples)} examples and y has {len(labels)} labels. Each example needs exactly one label.")
         parts = split_classes(names, splits, seed=split_seed)
         pools = {split: Pool.of(labels, names=names, keep=places) for split, places in parts.items()}
         if drop_small:
             pools = {split: pool.without_small(shots + queries) for split, pool in pools.items()}
-        super().__init__(
-            examples, pools, ways=ways, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype
-        )
+        super().__init__(examples, pools, ways=ways, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype)
 
     @classmethod
     def from_dataset(
@@ -171,9 +167,7 @@ def _as_examples(x: Tensor | ArrayLike) -> Tensor:
             )
         examples = torch.from_numpy(np.ascontiguousarray(array))
     if examples.is_complex():
-        raise TypeError(
-            "x is complex; inputs must be real numbers. Stack real and imaginary part on an axis of their own."
-        )
+        raise TypeError("x is complex; inputs must be real numbers. Stack real and imaginary part on an axis of their own.")
     if examples.ndim == 0 or len(examples) == 0:
         raise ValueError(f"x has shape {tuple(examples.shape)} and so no examples. Give shape (num_examples, ...).")
     if examples.ndim == 1:

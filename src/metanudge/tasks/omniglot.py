@@ -56,8 +56,7 @@ class Omniglot(ClassEpisodes):
     ) -> None:
         if split_by not in ("vinyals", "random"):
             raise ValueError(
-                f"There is no split_by={split_by!r}.{near(split_by, ['vinyals', 'random'])} "
-                "Use 'vinyals' (by alphabet) or 'random'."
+                f"There is no split_by={split_by!r}.{near(split_by, ['vinyals', 'random'])} Use 'vinyals' (by alphabet) or 'random'."
             )
         data = load_omniglot(root, download=download)
         turns = 4 if rotations else 1

@@ -23,9 +23,7 @@ def vinyals_split() -> dict[Split, tuple[str, ...]]:
     listed = json.loads((files("metanudge.tasks") / "omniglot_vinyals.json").read_text(encoding="utf-8"))
     return {
         split: tuple(
-            f"{alphabet}/character{number:02d}"
-            for alphabet, (first, last) in listed[split].items()
-            for number in range(first, last + 1)
+            f"{alphabet}/character{number:02d}" for alphabet, (first, last) in listed[split].items() for number in range(first, last + 1)
         )
         for split in SPLITS
     }

@@ -69,7 +69,7 @@ class Quadratic(Episodes):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__(ways=1, shots=1, queries=1, seed=seed, device=device, dtype=dtype)
-        check_count("dim", dim, why="A quadratic needs at least one parameter.")
+        dim = check_count("dim", dim, why="A quadratic needs at least one parameter.")
         if not 1 <= condition < np.inf or (dim == 1 and condition != 1):
             raise ValueError(
                 f"condition={condition} is not a condition number of a {dim}×{dim} matrix: it is the ratio of the "

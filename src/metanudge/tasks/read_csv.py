@@ -40,10 +40,7 @@ def read_csv(
         raise ValueError(f"{file} has two columns named {twice!r}. Name each column differently.")
     for column in (label, *(features or ())):
         if column not in columns:
-            raise ValueError(
-                f"{file} has no column {column!r}.{near(column, columns)} "
-                f"Its columns are: {', '.join(columns) or 'none'}."
-            )
+            raise ValueError(f"{file} has no column {column!r}.{near(column, columns)} Its columns are: {', '.join(columns) or 'none'}.")
     if not rows:
         raise ValueError(f"{file} holds a header and no rows. Each row is one example.")
     wanted = [c for c in columns if c != label] if features is None else list(features)

@@ -60,15 +60,10 @@ def _pick(item: Any, key: str | int | None, usual: Sequence[str], place: int, nu
             )
         return item[found]
     if not isinstance(item, Sequence) or isinstance(item, str):
-        raise TypeError(
-            f"Item {number} is a {type(item).__name__}. Items must be pairs (input, label) or dicts; wrap the data set."
-        )
+        raise TypeError(f"Item {number} is a {type(item).__name__}. Items must be pairs (input, label) or dicts; wrap the data set.")
     where = place if key is None else key
     if not isinstance(where, int) or not -len(item) <= where < len(item):
-        raise ValueError(
-            f"Item {number} is a sequence of {len(item)} values and has no {option}={where!r}. "
-            f"Use a place such as {place}."
-        )
+        raise ValueError(f"Item {number} is a sequence of {len(item)} values and has no {option}={where!r}. Use a place such as {place}.")
     return item[where]
 
 

@@ -12,9 +12,7 @@ from torch import Tensor
 from metanudge.tasks.images import image_tensor
 
 
-def read_folder(
-    path: str | os.PathLike[str], *, image_size: int | tuple[int, int] | None, grey: bool
-) -> tuple[Tensor, list[str]]:
+def read_folder(path: str | os.PathLike[str], *, image_size: int | tuple[int, int] | None, grey: bool) -> tuple[Tensor, list[str]]:
     """All examples, and the sub-folder each is from; both in the order of the sorted names.
 
     See `Labelled.from_folder` for what the files may be.
@@ -65,10 +63,10 @@ def _read_file(file: Path, *, size: tuple[int, int] | None, grey: bool) -> Tenso
 
 
 def _read_array(file: Path) -> Tensor:
-    loaded = np.load(file, allow_pickle=False)
-    if isinstance(loaded, np.ndarray):
-        return torch.from_numpy(loaded)
-    with loaded:
+    with file.open("rb") as opened:  # np.load leaves a damaged file open
+        loaded = np.load(opened, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return torch.from_numpy(loaded)
         names = list(loaded)
         if len(names) != 1:
             raise ValueError(f"it holds the arrays {names}, expected exactly one")

@@ -221,8 +221,7 @@ def _spell(path: tuple[Any, ...]) -> str:
 def _check_text(text: str, where: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(
-            f"{where} holds the text {text!a} with a lone surrogate, which no text file can hold. "
-            "Save it as bytes: os.fsencode(text)."
+            f"{where} holds the text {text!a} with a lone surrogate, which no text file can hold. Save it as bytes: os.fsencode(text)."
         )
 
 
@@ -337,12 +336,14 @@ def save(
 
     Example:
         >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp()) / "final"
+        >>> runs = tempfile.TemporaryDirectory()
+        >>> folder = Path(runs.name) / "final"
         >>> save(folder, step=7, tensors={"model": {"weight": torch.ones(2)}}, state={"best_loss": float("inf")})
         >>> sorted(path.name for path in folder.iterdir())
         ['manifest.json', 'model.safetensors', 'state.json']
         >>> load(folder).tensors["model"]["weight"], load(folder).state
         (tensor([1., 1.]), {'best_loss': inf})
+        >>> runs.cleanup()
     """
     folder = Path(folder)
     # Everything that can be refused is refused before the disk is touched.
@@ -350,9 +351,7 @@ def save(
     packed, document = pack(dict(state))
     if packed:
         groups["state"] = packed
-    contents: dict[str, Iterable[bytes | memoryview]] = {
-        f"{group}.safetensors": _safetensors(groups[group]) for group in groups
-    }
+    contents: dict[str, Iterable[bytes | memoryview]] = {f"{group}.safetensors": _safetensors(groups[group]) for group in groups}
     contents[STATE] = [json.dumps(document, allow_nan=False).encode()]
     new = folder.with_name(f".new-{folder.name}")
     with _os_errors_explained(folder):
@@ -392,9 +391,8 @@ def load(folder: str | os.PathLike[str]) -> Checkpoint:
     packed = groups.pop("state", {})
     try:
         state: dict[str, Any] = {**unpack(packed, document)}
-    except (
-        Exception
-    ) as error:  # the checksums are right, so somebody wrote it so: whatever it is, it is no state of ours
+    except Exception as error:
+        # The checksums are right, so somebody wrote it this way; whatever goes wrong, it is no state of ours.
         raise _damaged(folder / STATE, f"does not describe a state ({error!r})") from error
     return Checkpoint(folder, manifest["step"], groups, state)
 
@@ -403,8 +401,7 @@ def _check_groups(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapp
     for group, named in tensors.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", group) or group == "state":
             raise ValueError(
-                f"The tensor group is called {group!r}; it names a file, so use letters, digits, '_' and '-' "
-                "('state' is taken)."
+                f"The tensor group is called {group!r}; it names a file, so use letters, digits, '_' and '-' ('state' is taken)."
             )
         for name, tensor in named.items():
             where = f"tensors[{group!r}][{name!r}]"
@@ -422,31 +419,34 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
     The library's own writer either builds the whole file in memory or reports a full disk without its error code.
     """
-    header, offset = {}, 0
-    # Wide types first keeps every tensor aligned to its type, as the library does.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    for name, tensor in ordered:
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+    # Data of wide types first keeps every tensor aligned to its type; the header keeps the order it was given.
+    ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    offset, offsets = 0, {}
+    for name in ordered:
+        offsets[name] = [offset, offset := offset + tensors[name].numel() * tensors[name].element_size()]
+    header = {
+        name: {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets[name]}
+        for name, tensor in tensors.items()
+    }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        if tensor.numel():
-            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    for name in ordered:
+        if tensors[name].numel():
+            plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
             yield plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _tensors(data: bytes) -> dict[str, Tensor]:
-    # Not safetensors.torch.load, which did not know unsigned integers before version 0.6.
-    names = {name: dtype for dtype, name in _DTYPES.items()}
+    # Not safetensors.torch.load, which did not know unsigned integers before version 0.6 and loses the order.
+    views = dict(safetensors.deserialize(data))
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
     tensors = {}
-    for name, view in safetensors.deserialize(data):
-        dtype, raw = names[view["dtype"]], view["data"]
-        tensors[name] = (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(
-            view["shape"]
-        )
+    for name in header:
+        raw, dtype = views[name]["data"], dtypes[views[name]["dtype"]]
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.reshape(views[name]["shape"])
     return tensors
 
 
@@ -567,7 +567,9 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError as error:
         raise _damaged(path, "is missing") from error
     except OSError as error:
-        raise _damaged(path, f"cannot be read ({error.strerror})") from error
+        raise CheckpointError(
+            path, f"cannot be read ({error.strerror})", "Check its permissions and the disk; nothing was loaded."
+        ) from error
 
 
 def _damaged(file: Path, problem: str) -> CheckpointError:
@@ -636,13 +638,15 @@ class CheckpointStore:
 
     Example:
         >>> import tempfile
-        >>> store = CheckpointStore(tempfile.mkdtemp(), keep=2)
+        >>> runs = tempfile.TemporaryDirectory()
+        >>> store = CheckpointStore(runs.name, keep=2)
         >>> for step, improved in [(100, True), (200, False), (300, False)]:
         ...     store.save(step, {"model": {"weight": torch.full((2,), step)}}, {"loss": 1 / step}, best=improved)
         >>> [entry.name for entry in store.list()]
         ['save-000001-step-100-best', 'save-000002-step-200', 'save-000003-step-300']
         >>> store.load().step, store.load("best").step, store.load(200).tensors["model"]["weight"]
         (300, 100, tensor([200, 200]))
+        >>> runs.cleanup()
     """
 
     def __init__(self, root: str | os.PathLike[str], *, keep: int = 2) -> None:

@@ -1,0 +1,296 @@
+"""What every estimator must do on every engine, as checks that a test calls; plus the oracles and snapshots the tests share.
+
+A new estimator is picked up from `metanudge.estimators.ESTIMATORS`, a new setup is one line in `SETUPS`:
+
+    for estimator in estimators():
+        check_engines_agree(estimator, SETUPS["mlp"]())
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded, transformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import metanudge as mn
+from metanudge.estimators import ESTIMATORS, Estimator
+from metanudge.problem import takes_model
+
+SOLVER = mn.GradientDescent(lr=0.1, steps=2)
+STENCILS = ("forward", "symmetric", "five-point", "tangent")
+NUDGES = ("loss", "gradient")
+STARTS = ("theta", "shifted", "solution")
+
+# Options that make an estimator quick or valid; anything not listed is made without arguments.
+OPTIONS: dict[type, dict[str, Any]] = {mn.ESMAML: {"samples": 2}, mn.IMAML: {"cg_steps": 3}}
+
+# Estimators that draw other random numbers for a task when its place in the batch changes, by design.
+DRAWS_BY_PLACE = (mn.ESMAML,)
+
+
+def estimators() -> list[Estimator]:
+    """Every estimator the package exports, and FOBMAML in all its forms."""
+    default = [cls(**OPTIONS.get(cls, {})) for cls in ESTIMATORS]
+    forms = [
+        mn.FOBMAML(stencil=stencil, nudge=nudge, start=start) for stencil, nudge, start in itertools.product(STENCILS, NUDGES, STARTS)
+    ]
+    return [e for e in default if e not in forms] + forms
+
+
+def name(estimator: Estimator) -> str:
+    """A short name for test ids."""
+    if isinstance(estimator, mn.FOBMAML):
+        return f"FOBMAML-{estimator.stencil}-{estimator.nudge}-{estimator.start}"
+    return type(estimator).__name__
+
+
+def on_both(estimator: Estimator) -> bool:
+    """Whether the estimator runs on both engines."""
+    return set(estimator.engines) == {"stacked", "inplace"}
+
+
+class Attention(nn.Module):
+    """A Transformer block on `scaled_dot_product_attention`, with dropout on contiguous tensors only.
+
+    Both engines draw a mask in memory order; for a transposed tensor they would draw the same numbers in another order.
+    """
+
+    def __init__(self, width: int, heads: int, classes: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, positions, width = x.shape
+        q, k, v = self.qkv(x).view(n, positions, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, positions, width)
+        x = self.norm(x + self.dropout(self.out(mixed).contiguous()))
+        return self.head(x.mean(1))
+
+
+def attention(*, dropout: float = 0.0, tasks: int = 3, seed: int = 0) -> Setup:
+    """The block above as a classifier."""
+    model = seeded(seed, lambda: Attention(4, 2, 3, dropout))
+    return Setup(model, F.cross_entropy, classification_tasks((3, 4), 3, tasks, 5, 7, seed))
+
+
+def small(**options: Any) -> Setup:
+    """A perceptron of 17 parameters: small enough for dense Hessians in every check."""
+    return mlp(**{"features": 2, "hidden": 3, "classes": 2, "support": 5, "query": 6, **options})
+
+
+SETUPS: dict[str, Callable[..., Setup]] = {
+    "mlp": mlp,
+    "conv_net": conv_net,
+    "transformer": transformer,
+    "mlp-dropout": lambda **options: mlp(dropout=0.4, **options),
+    "conv_net-dropout": lambda **options: conv_net(dropout=0.4, **options),
+    "attention-dropout": lambda **options: attention(dropout=0.4, **options),
+}
+
+
+def learner_for(setup: Setup, estimator: Estimator | None = None, engine: str = "stacked", **options: Any) -> mn.MetaLearner:
+    """A learner with the settings of these tests."""
+    options = {"lam": 2.0, "solver": SOLVER, **options}
+    return mn.MetaLearner(setup.model, setup.loss, estimator=estimator, engine=engine, **options)
+
+
+def gradient(
+    setup: Setup, estimator: Estimator | None = None, engine: str = "stacked", tasks: Any = None, **options: Any
+) -> dict[str, Tensor]:
+    """The meta-gradient of a setup, always with the same draws."""
+    learner = learner_for(setup, estimator, engine, **options)
+    return learner.meta_gradient(setup.tasks if tasks is None else tasks, seed=7)[0]
+
+
+# ---------------------------------------------------------------------------------------------------- checks
+
+
+def check_engines_agree(estimator: Estimator, setup: Setup, *, tol: float = 1e-10, **options: Any) -> float:
+    """Both engines give the same meta-gradient and the same statistics; returns the relative error."""
+    results = {
+        engine: learner_for(setup, estimator, engine, **options).meta_gradient(setup.tasks, seed=7) for engine in ("stacked", "inplace")
+    }
+    (stacked, stats), (inplace, other) = results["stacked"], results["inplace"]
+    assert list(stacked) == list(inplace) == [n for n, p in setup.model.named_parameters() if p.requires_grad]
+    error = relative_error(stacked, inplace)
+    assert error < tol, f"the engines differ by {error:.1e}"
+    # Rows that stop early still ride along with the others on the stacked engine: there the number of gradients differs.
+    different = {"engine"}
+    if getattr(options.get("solver", SOLVER), "tol", None) is not None:
+        different |= {"support_gradients", "query_gradients", "hessian_products"}
+    for field in fields(stats):
+        a, b = getattr(stats, field.name), getattr(other, field.name)
+        if field.name not in different and a is not None:
+            assert math.isclose(a, b, rel_tol=1e-8, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b)), (field.name, a, b)
+    return error
+
+
+def check_chunks(estimator: Estimator, setup: Setup, **options: Any) -> float:
+    """`chunk` bounds the memory and does not change the result; returns the largest relative error."""
+    whole = gradient(setup, estimator, **options)
+    errors = [relative_error(gradient(setup, estimator, chunk=chunk, **options), whole) for chunk in (1, 2, 3)]
+    assert max(errors) < 1e-12, f"chunks change the result by {max(errors):.1e}"
+    return max(errors)
+
+
+def ragged(setup: Setup) -> mn.TaskBatch:
+    """The setup's tasks cut to different sizes; the first and the last keep theirs."""
+    tasks = list(setup.tasks)
+    cut = [tasks[0]]
+    for shorter, task in enumerate(tasks[1:-1], start=1):
+        (x, y), (u, v) = task.support, task.query
+        cut.append(mn.Task((x[shorter:], y[shorter:]), (u[: -2 * shorter], v[: -2 * shorter])))
+    return mn.TaskBatch.of([*cut, tasks[-1]])
+
+
+def check_ragged(estimator: Estimator, setup: Setup, engine: str, **options: Any) -> float:
+    """Tasks of different sizes give the mean of what each gives alone; returns the relative error."""
+    batch = ragged(setup)
+    assert len(batch.stacks) == len(batch) - 1, "the first and the last task share a stack, with another between them"
+    together = gradient(setup, estimator, engine, batch, **options)
+    alone = [gradient(setup, estimator, engine, task, **options) for task in batch]
+    error = relative_error(together, mean(alone))
+    assert error < 1e-12, f"a ragged batch is {error:.1e} off the mean of its tasks"
+    return error
+
+
+def check_permutation(estimator: Estimator, setup: Setup, engine: str, **options: Any) -> float:
+    """The order of the tasks does not matter, also not with tasks of different sizes; returns the relative error."""
+    batch = ragged(setup)
+    order = [len(batch) - 1, *range(len(batch) - 1)]
+    permuted = mn.TaskBatch.of([batch[i] for i in order])
+    error = relative_error(gradient(setup, estimator, engine, permuted, **options), gradient(setup, estimator, engine, batch, **options))
+    assert error < 1e-12, f"another order changes the result by {error:.1e}"
+    return error
+
+
+def check_pure(estimator: Estimator, setup: Setup, engine: str, **options: Any) -> None:
+    """`meta_gradient` changes neither parameters, buffers, `.grad` nor random states, and says the same when asked again."""
+    give_gradients(setup.model)
+    learner = learner_for(setup, estimator, engine, **options)
+    before = Snapshot(setup.model)
+    first, _ = learner.meta_gradient(setup.tasks, seed=3)
+    before.assert_unchanged()
+    second, _ = learner.meta_gradient(setup.tasks, seed=3, metrics=False)
+    before.assert_unchanged()
+    assert all(torch.equal(first[n], second[n]) for n in first), "the same seed must give the same bits"
+
+
+# ---------------------------------------------------------------------------------------------------- oracle
+
+
+def by_hand(
+    setup: Setup,
+    *,
+    tasks: mn.TaskBatch | None = None,
+    lam: float = 2.0,
+    lr: float = SOLVER.lr,
+    steps: int = SOLVER.steps,
+    nu: float = 0.1,
+) -> dict[str, Tensor]:
+    """FO-B-MAML, symmetric loss nudge, as one would write it without the package: plain loops on copies, φ itself, no dropout."""
+    model, loss, batch = setup
+
+    def solve(task: mn.Task, offset: float) -> dict[str, Tensor]:
+        phi = copy.deepcopy(model)
+        theta = {n: p.detach().clone() for n, p in phi.named_parameters() if p.requires_grad}
+        for _ in range(steps):
+            phi.zero_grad()
+            (evaluate(phi, loss, task.support) + offset * evaluate(phi, loss, task.query)).backward()
+            with torch.no_grad():
+                for n, p in phi.named_parameters():
+                    if p.requires_grad:
+                        g = torch.zeros_like(p) if p.grad is None else p.grad
+                        p -= lr * (g + lam * (p - theta[n]))
+        return {n: p.detach() for n, p in phi.named_parameters() if p.requires_grad}
+
+    rows = []
+    for task in batch if tasks is None else tasks:
+        plus, minus = solve(task, nu), solve(task, -nu)
+        rows.append({n: -lam * (plus[n] - minus[n]) / (2 * nu) for n in plus})
+    return mean(rows)
+
+
+def evaluate(model: nn.Module, loss: Callable[..., Tensor], batch: Any) -> Tensor:
+    """The loss of a batch, for both forms of loss."""
+    if takes_model(loss):
+        return loss(model, batch)
+    inputs, target = batch
+    return loss(model(inputs), target)
+
+
+def mean(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of gradients."""
+    return {n: torch.stack([g[n] for g in gradients]).mean(0) for n in gradients[0]}
+
+
+# ------------------------------------------------------------------------------------------------- snapshots
+
+
+def give_gradients(model: nn.Module) -> None:
+    """Put a `.grad` on every trainable parameter but the last, as if a user were accumulating."""
+    generator = torch.Generator().manual_seed(5)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for p in trainable[:-1]:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+
+
+class Snapshot:
+    """Everything in a module and in the random generators that must come out of a call as it went in, bit by bit."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parameters = [(n, p, p.detach().clone()) for n, p in module.named_parameters()]
+        self._buffers = [(n, b, b.detach().clone()) for n, b in module.named_buffers()]
+        self._grads = [(n, p, p.grad, None if p.grad is None else p.grad.clone()) for n, p in module.named_parameters()]
+        self._flags = self._flags_now()
+        self._random = self._random_now()
+
+    def assert_unchanged(self) -> None:
+        """Raise where anything differs."""
+        assert [n for n, _ in self._module.named_parameters()] == [n for n, *_ in self._parameters]
+        assert [n for n, _ in self._module.named_buffers()] == [n for n, *_ in self._buffers]
+        now = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        for kind, kept in (("parameter", self._parameters), ("buffer", self._buffers)):
+            for n, tensor, value in kept:
+                assert now[n] is tensor, f"{kind} {n} was replaced by another tensor"
+                assert identical(tensor, value), f"{kind} {n} has changed"
+        for n, parameter, grad, value in self._grads:
+            assert parameter.grad is grad, f"the .grad of {n} was replaced by another tensor"
+            assert grad is None or identical(grad, value), f"the .grad of {n} has changed"
+        assert self._flags_now() == self._flags, "requires_grad or training mode has changed"
+        for (what, state), (_, kept) in zip(self._random_now(), self._random, strict=True):
+            assert state == kept, f"the random state of {what} has changed"
+
+    def _flags_now(self) -> tuple[list[bool], list[bool], list[tuple[bool, bool]]]:
+        hooks = [(bool(m._forward_hooks), bool(m._forward_pre_hooks)) for m in self._module.modules()]
+        return [p.requires_grad for p in self._module.parameters()], [m.training for m in self._module.modules()], hooks
+
+    @staticmethod
+    def _random_now() -> list[tuple[str, object]]:
+        numpy_state = np.random.get_state()  # noqa: NPY002  (the global state is what must not change)
+        return [
+            ("torch", torch.get_rng_state().tolist()),
+            ("random", random.getstate()),
+            ("numpy", (numpy_state[1].tolist(), numpy_state[2])),
+        ]
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Same dtype, shape and bits (NaN equals NaN)."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
