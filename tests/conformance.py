@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded, transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.estimators import ESTIMATORS, Estimator
 from metanudge.problem import takes_model
+from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded, transformer
 
 SOLVER = mn.GradientDescent(lr=0.1, steps=2)
 STENCILS = ("forward", "symmetric", "five-point", "tangent")

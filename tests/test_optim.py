@@ -109,9 +109,12 @@ def test_the_norm_neither_overflows_nor_vanishes_in_narrow_types(dtype: torch.dt
     torch.testing.assert_close(param.detach(), torch.full((4,), -0.5, dtype=dtype))
 
 
-def test_the_norm_in_half_precision_is_taken_in_float32() -> None:
-    assert global_norm([torch.full((10_000,), 1e4, dtype=torch.float16)]).item() == pytest.approx(1e6, rel=1e-6)
-    assert global_norm([torch.ones(3), torch.ones(1, dtype=torch.float64)]).dtype == torch.float64
+def test_half_precision_does_not_limit_the_norm() -> None:
+    param = torch.nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
+    param.grad = torch.full((10_000,), 1e4, dtype=torch.float16)  # norm 1e6, beyond float16
+    assert global_norm([param.grad]).item() == pytest.approx(1e6, rel=1e-12)
+    NormalizedGD([param], lr=1.0).step()
+    torch.testing.assert_close(param.detach(), torch.full_like(param, -0.01))
 
 
 @every
@@ -222,6 +225,7 @@ def test_a_step_reads_nothing_back_to_the_host(name: str) -> None:
 
 @every
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_on_a_gpu_does_not_synchronise(name: str) -> None:
     theta, gradients = draw(4)
     params = [torch.nn.Parameter(p.detach().cuda()) for p in parameters(theta)]
@@ -229,8 +233,8 @@ def test_a_step_on_a_gpu_does_not_synchronise(name: str) -> None:
     for g in gradients:
         for p, gi in zip(params, g, strict=True):
             p.grad = torch.tensor(gi, device="cuda")
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -27,31 +27,24 @@ __all__ = ["SNGDM", "ClippedGD", "NormalizedGD", "global_norm"]
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all tensors taken as one vector, as a 0-d tensor on the first one's device.
 
-    Computed in float32 or wider, on tensors divided by their largest entry: squares of entries near 1e-23 or 1e20 would
-    leave float32's range, and normalised steps are made for gradients of any size.
+    Summed in float64, whatever the tensors are: squares of entries near 1e-23 or 1e20 leave float32's range, and
+    normalised steps are made for gradients of any size.
 
     Example:
         >>> global_norm([torch.tensor([3e30]), torch.tensor([[4e30]])])
-        tensor(5.0000e+30)
+        tensor(5.0000e+30, dtype=torch.float64)
     """
-    tensors = [t for t in tensors if t.numel()]
     if not tensors:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float64)
     device = tensors[0].device
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-    def norm(parts: list[Tensor], order: float) -> Tensor:
-        norms = [torch.linalg.vector_norm(part, order, dtype=dtype).to(device) for part in parts]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
-        return total
-
-    largest = norm(tensors, math.inf)
-    scale = torch.where(largest == 0, 1.0, largest)
-    return scale * norm([t.to(dtype) / scale.to(t.device) for t in tensors], 2)
+    dtype = torch.float32 if any(t.device.type == "mps" for t in tensors) else torch.float64  # Apple's GPUs lack float64
+    norms = [torch.linalg.vector_norm(t, dtype=dtype).to(device) for t in tensors]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 class _GlobalNormOptimizer(Optimizer):
-    """θ ← θ − lr · s(v, ‖v‖) with the global norm: subclasses choose the vector v and the rescaling s."""
+    """θ ← θ − lr · v/d(‖v‖) with the global norm: subclasses choose the vector v and the divisor d."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -61,8 +54,8 @@ class _GlobalNormOptimizer(Optimizer):
         """The direction v for one parameter: its gradient, or an average of its gradients."""
 
     @abstractmethod
-    def _rescale(self, vector: Tensor, norm: Tensor, group: dict[str, Any]) -> Tensor:
-        """s(v, ‖v‖): a new tensor, finite also where the norm is zero."""
+    def _divisor(self, norm: Tensor, group: dict[str, Any]) -> Tensor:
+        """d(‖v‖), a 0-d tensor; may be zero where ‖v‖ is."""
 
     @abstractmethod
     def _check(self, group: dict[str, Any]) -> None:
@@ -90,8 +83,13 @@ class _GlobalNormOptimizer(Optimizer):
             self._check_gradient(param, gradient)
         moves = [(param, self._vector(param, gradient, group), group) for param, gradient, group in moving]
         norm = global_norm([vector for _, vector, _ in moves])
-        for param, vector, group in moves:
-            param.sub_(self._rescale(vector, norm.to(param.device), group) * group["lr"])
+        for group in self.param_groups:
+            divisor = self._divisor(norm, group)
+            divisor = torch.where(divisor == 0, 1.0, divisor)  # v is zero then: 0/1 moves nothing, 0/0 would be NaN
+            for param, vector, _ in (move for move in moves if move[2] is group):
+                # Half-precision types could not hold the divisor.
+                wide = vector.to(torch.promote_types(vector.dtype, torch.float32))
+                param.sub_(wide / divisor.to(param.device) * group["lr"])
         return loss
 
     def _check_gradient(self, param: Tensor, gradient: Tensor) -> None:
@@ -143,8 +141,8 @@ class ClippedGD(_GlobalNormOptimizer):
     def _vector(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         return gradient
 
-    def _rescale(self, vector: Tensor, norm: Tensor, group: dict[str, Any]) -> Tensor:
-        return vector * torch.clamp(group["max_norm"] / norm, max=1.0)
+    def _divisor(self, norm: Tensor, group: dict[str, Any]) -> Tensor:
+        return torch.clamp(norm / group["max_norm"], min=1.0)
 
 
 class NormalizedGD(_GlobalNormOptimizer):
@@ -181,8 +179,8 @@ class NormalizedGD(_GlobalNormOptimizer):
     def _vector(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         return gradient
 
-    def _rescale(self, vector: Tensor, norm: Tensor, group: dict[str, Any]) -> Tensor:
-        return _divide(vector, norm + group["smoothing"])
+    def _divisor(self, norm: Tensor, group: dict[str, Any]) -> Tensor:
+        return norm + group["smoothing"]
 
 
 class SNGDM(_GlobalNormOptimizer):
@@ -225,10 +223,5 @@ class SNGDM(_GlobalNormOptimizer):
         average: Tensor = state["momentum_buffer"]
         return average
 
-    def _rescale(self, vector: Tensor, norm: Tensor, group: dict[str, Any]) -> Tensor:
-        return _divide(vector, norm)
-
-
-def _divide(vector: Tensor, length: Tensor) -> Tensor:
-    """vector/length, and zero where the length is zero (the vector is zero then, and 0/0 would be NaN)."""
-    return vector / torch.where(length == 0, 1.0, length)
+    def _divisor(self, norm: Tensor, group: dict[str, Any]) -> Tensor:
+        return norm

@@ -69,8 +69,8 @@ def test_maml_of_many_steps(setup, solver):
 
 def test_first_order_baselines_are_biased(setup):
     # The closed form is no gradient that every method would match.
-    assert error(setup, NEWTON, mn.FOMAML()) > 0.1
-    assert error(setup, NEWTON, mn.IMAML(cg_steps=1)) > 0.01
+    assert error(setup, NESTEROV, mn.FOMAML(), engine="inplace") > 0.1
+    assert error(setup, NESTEROV, mn.IMAML(cg_steps=1), engine="inplace") > 0.01
 
 
 @SOLVERS
@@ -151,8 +151,8 @@ SLOWER = mn.Nesterov(lr=0.24, steps=65)  # 0.24 ≈ 1/(L̂ + the largest λ)
 )
 def test_stiffness_per_tensor_and_per_parameter(lam, expanded, solver, estimator, tolerance):
     """∇F = Λ(Â + Λ)⁻¹∇f with a diagonal Λ."""
-    setup = quadratic(100, tasks=2, same=False, split=8)
-    gradient, _ = meta_gradient(setup, solver, estimator, lam=lam)
+    setup = quadratic(100, tasks=1, same=False, split=8)
+    gradient, _ = meta_gradient(setup, solver, estimator, lam=lam, engine=estimator.engines[-1])
     assert list(gradient) == ["theta", "rest"]
     assert relative_error(gradient, quadratic_meta_gradient(setup, expanded)) < tolerance
 

@@ -1,0 +1,202 @@
+"""`TrainConfig`: everything that decides how a run goes, as one plain dataclass. Loading it needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from metanudge.training.errors import UserError
+
+Schedule = Literal["constant", "cosine"]
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["fp32", "tf32", "bf16"]
+Dtype = Literal["float32", "float64"]
+Engine = Literal["auto", "stacked", "inplace"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. The defaults are the paper's MNIST-1D experiment.
+
+    Solver, estimator, optimizer and model are written NAME:key=value,key=value.
+
+    Example:
+        >>> config = TrainConfig("mnist1d", estimator="fomaml", iterations=100)
+        >>> TrainConfig.from_json(config.to_json()) == config
+        True
+    """
+
+    data: Annotated[str, tyro.conf.Positional] = ""
+    """What to train on: mnist1d, omniglot, sinusoid, a FOLDER with one sub-folder per class, or a .csv file."""
+
+    ways: int | None = None
+    """Classes per task. None: the data set's own default."""
+
+    shots: int | None = None
+    """Support examples per class. None: the data set's own default."""
+
+    queries: int | None = None
+    """Query examples per class. None: the data set's own default."""
+
+    data_options: str = ""
+    """More options of the data set, e.g. num_samples=4000 (mnist1d), rotations=false (omniglot), label=species (.csv)."""
+
+    model: str = "auto"
+    """auto, conv1d, conv4, mlp or transformer with options (conv4:channels=32), or your own as module:attribute."""
+
+    lam: float = 2.0
+    """Stiffness λ of the proximal term that ties a task's parameters to the initialisation."""
+
+    solver: str = "gradient_descent:lr=0.1,steps=5"
+    """How a task is adapted to: gradient_descent, nesterov, lbfgs, newton_cg, or torch_optimizer:optimizer=adam,lr=0.01,steps=5."""
+
+    estimator: str = "fobmaml:nu=0.1"
+    """How the meta-gradient is made: fobmaml, maml, fomaml, reptile, imaml, esmaml, exact."""
+
+    optimizer: str = "adam:lr=0.01"
+    """The outer optimizer: any of torch.optim, or clippedgd, normalizedgd, sngdm."""
+
+    schedule: Schedule = "constant"
+    """Learning rate over the run: constant, or cosine from its value down to 0."""
+
+    clip: float | None = None
+    """Clip the meta-gradient to this norm."""
+
+    iterations: int = 600
+    """Meta-steps."""
+
+    tasks: int = 16
+    """Tasks per meta-step."""
+
+    seed: int = 0
+    """Of the initial weights, the stream of tasks and everything else that is random."""
+
+    device: Device = "auto"
+    """Where to train; auto takes a GPU when there is one."""
+
+    precision: Precision = "fp32"
+    """fp32, tf32 (matrix products on NVIDIA GPUs), or bf16 (activations; parameters and meta-gradients stay wide)."""
+
+    dtype: Dtype = "float32"
+    """Type of the parameters."""
+
+    engine: Engine = "auto"
+    """stacked: many solves side by side; inplace: one after the other; auto decides and says why."""
+
+    chunk: int | None = None
+    """Stacked engine: how many solves (tasks × nudges) are held in memory at once. None: all."""
+
+    eval_every: int = 50
+    """Meta-steps between validations, which choose the best checkpoint. 0: never."""
+
+    eval_tasks: int = 200
+    """Validation tasks."""
+
+    test_tasks: int = 1000
+    """Test tasks at the end. 0: no test."""
+
+    checkpoint_every: int = 50
+    """Meta-steps between checkpoints."""
+
+    out: str | None = None
+    """Folder for everything the run writes; new or empty. None: runs/DATA-TIME."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard events (pip install 'metanudge[tensorboard]')."""
+
+    wandb: bool = False
+    """Also log to Weights & Biases (pip install 'metanudge[wandb]')."""
+
+    def check(self) -> None:
+        """Raise `UserError` for values that make no sense whatever the data; the rest is checked by what uses it."""
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{flag(name)} {value} is too small. Use {least} or more.")
+        for name, why in (
+            ("lam", "The inner problem needs a pull towards the initialisation; the paper uses 2."),
+            ("clip", "It is a norm."),
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{flag(name)} {value} is not a positive number. {why}")
+        if not self.seed < 1 << 63:
+            raise UserError(f"{flag('seed')} {self.seed} is too large. Use a number below 2**63.")
+        if self.precision != "fp32" and self.dtype == "float64":
+            raise UserError(f"--precision {self.precision} and --dtype float64 contradict each other. Leave one of them out.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """A JSON document that `from_json` turns back into an equal configuration."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "the configuration") -> TrainConfig:
+        """From `to_dict`'s result; fields left out have their defaults. Anything unknown or of the wrong type is refused."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for key in values:
+            if key not in fields:
+                raise UserError(f"{where} has an unknown setting {key!r}.{near(key, fields)} Correct or remove it.")
+        checked = {key: _typed(key, value, str(fields[key].type), where) for key, value in values.items()}
+        return cls(**checked)
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "the configuration") -> TrainConfig:
+        """From `to_json`'s result; `where` names the file in error messages."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{where} is not valid JSON ({error}). Correct it, or write a new one.") from error
+        if not isinstance(values, dict):
+            raise UserError(f"{where} holds a {type(values).__name__}, not an object with settings. Use a run's config.json.")
+        return cls.from_dict(values, where=where)
+
+    def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+        """The fields in which two configurations differ, with both values."""
+        mine, theirs = self.to_dict(), other.to_dict()
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+_LEAST = {
+    "ways": 1, "shots": 1, "queries": 1, "iterations": 1, "tasks": 1, "seed": 0, "chunk": 1,
+    "eval_every": 0, "eval_tasks": 1, "test_tasks": 0, "checkpoint_every": 1,
+}  # fmt: skip
+_CHOICES: dict[str, Any] = {"Schedule": Schedule, "Device": Device, "Precision": Precision, "Dtype": Dtype, "Engine": Engine}
+
+
+def flag(name: str) -> str:
+    """A field as the command line spells it."""
+    return "--" + name.replace("_", "-")
+
+
+def near(name: str, names: Any) -> str:
+    """ " Did you mean …?" for an error message, or nothing when no name is close."""
+    found = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def _typed(name: str, value: Any, annotation: str, where: str) -> Any:
+    """`value` if it has the field's type (a whole number may stand for a float), else an error that names the field."""
+    if annotation in _CHOICES:
+        choices = get_args(_CHOICES[annotation])
+        if value not in choices:
+            raise UserError(f"{where}: {name} is {value!r}.{near(str(value), choices)} Choose one of: {', '.join(choices)}.")
+        return value
+    if value is None and "None" in annotation:
+        return None
+    kind = next(kind for kind in (bool, int, float, str) if kind.__name__ in annotation)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise UserError(f"{where}: {name} is {value!r}, a {type(value).__name__}. It must be a {kind.__name__}.")
+    return value

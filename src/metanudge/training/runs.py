@@ -1,0 +1,321 @@
+"""The folder of a run, and how a configuration becomes a data source and a learner.
+
+RUN/config.json        the configuration; `metanudge train --config` repeats it, `--resume RUN` continues it
+RUN/metrics.jsonl      one line per meta-step; the same run gives the same bytes
+RUN/timing.jsonl       seconds and memory of the meta-steps: what differs from machine to machine
+RUN/checkpoints/       see `metanudge.training.checkpoint`
+RUN/summary.json       the result
+RUN/curve.png          the learning curve
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from metanudge import tasks
+from metanudge.engines.randomness import mix
+from metanudge.learner import MetaLearner
+from metanudge.tasks import Episodes
+from metanudge.training import specs
+from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from metanudge.training.config import TrainConfig, flag
+from metanudge.training.errors import UserError
+from metanudge.training.specs import Shapes, convert, known, normal, split_options
+
+CONFIG, METRICS, TIMING, SUMMARY, CURVE, CHECKPOINTS = (
+    "config.json", "metrics.jsonl", "timing.jsonl", "summary.json", "curve.png", "checkpoints",
+)  # fmt: skip
+_SOURCES: dict[str, type[Episodes]] = {"mnist1d": tasks.MNIST1D, "omniglot": tasks.Omniglot, "sinusoid": tasks.Sinusoid}
+_OWN_FLAGS = ("ways", "shots", "queries", "seed", "device", "dtype")
+
+
+@dataclass(frozen=True)
+class DataShapes:
+    """What a checkpoint remembers of the data, so that a model can be built again without them."""
+
+    kind: Literal["classification", "regression"]
+    num_outputs: int
+    input_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, source: Shapes) -> DataShapes:
+        """The shapes of a source."""
+        return cls(source.kind, source.num_outputs, tuple(source.input_shape))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"kind": self.kind, "num_outputs": self.num_outputs, "input_shape": list(self.input_shape)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DataShapes:
+        """From `to_dict`'s result."""
+        return cls(values["kind"], values["num_outputs"], tuple(values["input_shape"]))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was trained: its configuration, the learner with the checkpoint's weights, and the checkpoint.
+
+    Attributes:
+        folder: of the run.
+        config: as the run was started.
+        learner: on its device, ready for `adapt` and `evaluate`.
+        state: the checkpoint that was loaded (`state.step`, `state.tensors`, `state.state`).
+        shapes: what the data look like.
+    """
+
+    folder: Path
+    config: TrainConfig
+    learner: MetaLearner
+    state: Checkpoint
+    shapes: DataShapes
+
+    @cached_property
+    def source(self) -> Episodes:
+        """The episodes the run was trained on; read when first asked for."""
+        device = next(self.learner.parameters()).device
+        return build_source(dataclasses.replace(self.config, device=device.type), device=device)
+
+    def precision(self) -> Any:
+        """A context in which the learner computes as it did in training."""
+        return precision(self.config, next(self.learner.parameters()).device)
+
+
+def load(run: str | os.PathLike[str], *, checkpoint: str = "best", device: str | None = None) -> Run:
+    """A run from its folder, with the weights of a checkpoint: `"best"` (the last where there is none), `"last"`, or a name.
+
+    Args:
+        run: the folder that `metanudge train` wrote.
+        checkpoint: which weights.
+        device: "cpu", "cuda" or "auto"; the run's own when None.
+
+    Raises `UserError` where there is no such run, and `CheckpointError` where a checkpoint is damaged.
+    """
+    folder = Path(run)
+    config = read_config(folder)
+    if device is not None:
+        config = dataclasses.replace(config, device=device)
+    store = CheckpointStore(folder / CHECKPOINTS)
+    entries = store.list()
+    if not entries:
+        raise UserError(f"{folder} holds no checkpoint yet. Continue it with: metanudge train --resume {folder}")
+    if checkpoint == "best" and not any(entry.best for entry in entries):
+        checkpoint = "last"
+    state = store.load(int(checkpoint) if checkpoint.isdigit() else checkpoint)
+    shapes = DataShapes.from_dict(state.state["shapes"])
+    learner = build_learner(config, shapes)
+    load_weights(learner, state)
+    return Run(folder, config, learner, state, shapes)
+
+
+def read_config(folder: Path) -> TrainConfig:
+    """The configuration of a run folder."""
+    file = folder / CONFIG
+    if not folder.is_dir():
+        raise UserError(f"There is no run {folder}. Give the folder that metanudge train wrote.")
+    if not file.is_file():
+        raise UserError(f"{folder} is not a run: it has no {CONFIG}. Give the folder that metanudge train wrote.")
+    return TrainConfig.from_json(read_text(file), where=str(file))
+
+
+def read_text(file: Path) -> str:
+    """A text file; `UserError` where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read ({error}).") from error
+
+
+def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights into a learner's model; `UserError` names what differs where they do not fit."""
+    saved, own = checkpoint.tensors["model"], learner.model.state_dict()
+    missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    reshaped = [
+        f"{name} {tuple(saved[name].shape)} → {tuple(own[name].shape)}"
+        for name in own
+        if name in saved and saved[name].shape != own[name].shape
+    ]
+    if missing or unknown or reshaped:
+        parts = [("not in the checkpoint", missing), ("only in the checkpoint", unknown), ("of another shape", reshaped)]
+        detail = "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+        raise UserError(
+            f"The model has changed since {checkpoint.folder} was saved ({detail}). Resume with the model it was trained with, "
+            "or start a new run."
+        )
+    learner.model.load_state_dict(saved)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# --- From a configuration to objects ---------------------------------------------------------------------------------
+
+
+def choose_device(config: TrainConfig) -> torch.device:
+    """The device of a run; under torchrun each local rank has a GPU of its own."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no GPU"
+        raise UserError(f"--device cuda was asked for, but {why}. Use --device cpu, or --device auto to take what there is.")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def build_source(config: TrainConfig, *, device: torch.device | None = None) -> Episodes:
+    """The episodes that a configuration describes."""
+    place = device if device is not None else choose_device(config)
+    dtype = getattr(torch, config.dtype)
+    make, target, what = _source_factory(config.data)
+    accepted = target
+    raw = split_options(config.data_options, "--data-options")
+    for key in raw:
+        if key in _OWN_FLAGS:
+            raise UserError(f"--data-options: {key} has a flag of its own. Use {flag(key)} {raw[key]}.")
+    options = convert(raw, accepted, "--data-options", f"of {what}")
+    for name in ("ways", "shots", "queries"):
+        value = getattr(config, name)
+        if value is not None:
+            if name == "ways" and what == "sinusoid":
+                raise UserError(f"--ways {value}: sinusoid tasks are regression and have no classes. Leave --ways out.")
+            options[name] = value
+    try:
+        source = make(**options, seed=config.seed, device=place, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{config.data}: {error}") from error
+    except OSError as error:
+        raise UserError(f"{config.data} cannot be read: {error}") from error
+    return source
+
+
+def check_splits(config: TrainConfig, source: Episodes) -> None:
+    """Draw one task of every split that the run will use, so that a split without enough classes is refused at the start."""
+    needed = [("train", True, ""), ("val", config.eval_every > 0, "--eval-every 0"), ("test", config.test_tasks > 0, "--test-tasks 0")]
+    for split, used, off in needed:
+        if used:
+            try:
+                source.task(0, split)  # type: ignore[arg-type]
+            except ValueError as error:
+                without = f" Or do without this split: {off}." if off else ""
+                raise UserError(f"{config.data}: {error}{without}") from error
+
+
+def _source_factory(data: str) -> tuple[Callable[..., Episodes], Any, str]:
+    """What makes the source, what declares its options, and its name."""
+    if not data:
+        raise UserError(
+            "What should be trained on? Name the data: metanudge train mnist1d (or omniglot, sinusoid, a folder with one sub-folder "
+            "per class, a .csv file)."
+        )
+    names = {normal(name): name for name in _SOURCES}
+    if normal(data) in names:
+        name = names[normal(data)]
+        return _SOURCES[name], _SOURCES[name], name
+    path = Path(data).expanduser()
+    if path.is_dir():
+        return lambda **o: tasks.Labelled.from_folder(path, **o), _folder_options, "a folder"
+    if path.is_file():
+        if path.suffix.lower() not in (".csv", ".tsv"):
+            raise UserError(f"{path} is a file, but not a .csv. Give a folder with one sub-folder per class, or a .csv file.")
+        return lambda **o: tasks.Labelled.from_csv(path, **o), _csv_options, "a .csv file"
+    if os.sep in data or path.suffix:
+        raise UserError(f"There is no file or folder {data}. Give a folder with one sub-folder per class, or a .csv file.")
+    known(data, _SOURCES, "data", "data set or folder")
+    raise AssertionError("unreachable")
+
+
+def _folder_options(
+    *,
+    image_size: int | tuple[int, int] | None = 28,
+    grey: bool = True,
+    splits: tuple[float, ...] | dict[str, list[str]] = (),
+    split_seed: int = 0,
+    drop_small: bool = False,
+) -> None:
+    """The options of `Labelled.from_folder` that have no flag of their own; read, never called."""
+
+
+def _csv_options(
+    *,
+    label: str = "label",
+    features: tuple[str, ...] | None = None,
+    delimiter: str = ",",
+    splits: tuple[float, ...] | dict[str, list[str]] = (),
+    split_seed: int = 0,
+    drop_small: bool = False,
+) -> None:
+    """The options of `Labelled.from_csv` that have no flag of their own; read, never called."""
+
+
+def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
+    """The learner that a configuration describes, with its initial weights, on its device.
+
+    `shapes` is an episode source, or anything else that says what the tasks look like.
+    """
+    device = choose_device(config)
+    solver, estimator = specs.build_solver(config.solver), specs.build_estimator(config.estimator)
+    # Weights are drawn on the CPU, so that they are the same wherever the run goes.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mix(config.seed, 1))
+        model = specs.build_model(config.model, shapes)
+    model = model.to(device, getattr(torch, config.dtype)).train()
+    loss = torch.nn.functional.cross_entropy if shapes.kind == "classification" else torch.nn.functional.mse_loss
+    try:
+        estimator.check(solver)
+        return MetaLearner(
+            model,
+            loss,
+            lam=config.lam,
+            solver=solver,
+            estimator=estimator,
+            engine=config.engine,
+            chunk=config.chunk,
+            seed=config.seed,
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+
+
+def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
+    """The configuration with every choice written out in one fixed way: specs canonical, `auto` decided, paths absolute."""
+    data = config.data
+    data = normal(data) if normal(data) in _SOURCES else str(Path(data).expanduser().resolve())
+    return dataclasses.replace(
+        config,
+        data=data,
+        model=str(specs.parse_model(config.model, source)),
+        solver=str(specs.parse_solver(config.solver)),
+        estimator=str(specs.parse_estimator(config.estimator)),
+        optimizer=str(specs.parse_optimizer(config.optimizer)),
+    )
+
+
+@contextmanager
+def precision(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Compute in the precision that a configuration asks for."""
+    tf32 = config.precision == "tf32"
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        if config.precision == "bf16":
+            # Without the cache of cast weights: inner solves overwrite parameters in place, and a cached copy would be stale.
+            with torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False):
+                yield
+        else:
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+__all__ = ["CheckpointError", "Run", "build_learner", "build_source", "choose_device", "load", "precision", "read_config", "resolve"]

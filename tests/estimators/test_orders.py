@@ -1,0 +1,103 @@
+"""Orders of convergence of FO-B-MAML on smooth problems that are not quadratic (paper, Proposition 2 and Corollary 1).
+
+With exact inner solves the error is the stencil's truncation error, O(ν), O(ν²), O(ν⁴). With solutions that are off by δ it is
+that plus O(λδ/ν), at best O(δ^½) for the forward and O(δ^⅔) for the symmetric difference.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import metanudge as mn
+from metanudge.solvers import Oracle, Solution, Solver
+from problems import Setup, log_slope, logistic_regression, mlp, relative_error
+
+EXACTLY = mn.NewtonCG(steps=30, cg_steps=60, tol=1e-13)
+PROBLEMS = {
+    "logistic regression": (logistic_regression, 0.5),
+    "tanh MLP": (functools.partial(mlp, features=2, hidden=3, classes=2), 1.0),
+}
+
+
+def meta_gradient(setup: Setup, lam: float, solver: Solver, estimator, engine: str = "stacked"):
+    learner = mn.MetaLearner(setup.model, setup.loss, lam=lam, solver=solver, estimator=estimator, engine=engine)
+    return learner.meta_gradient(setup.tasks, metrics=False)[0]
+
+
+@functools.cache
+def problem(name: str):
+    """A problem of one task, its stiffness, and its exact meta-gradient."""
+    make, lam = PROBLEMS[name]
+    setup = make(tasks=1)
+    return setup, lam, meta_gradient(setup, lam, EXACTLY, mn.Exact())
+
+
+@pytest.mark.parametrize(
+    ("stencil", "nus", "order", "tolerance"),
+    [
+        ("forward", (1e-4, 1e-3, 1e-2), 1, 0.02),
+        ("symmetric", (1e-3, 1e-2, 3e-2), 2, 0.02),
+        ("five-point", (0.01, 0.02, 0.05), 4, 0.1),
+    ],
+    ids=["forward", "symmetric", "five-point"],
+)
+@pytest.mark.parametrize("nudge", ["loss", "gradient"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_truncation_error_has_the_order_of_the_stencil(name, nudge, stencil, nus, order, tolerance):
+    setup, lam, truth = problem(name)
+    estimators = [mn.FOBMAML(nu=nu, stencil=stencil, nudge=nudge) for nu in nus]
+    errors = [relative_error(meta_gradient(setup, lam, EXACTLY, e, "inplace"), truth) for e in estimators]
+    assert errors[0] > 1e-11  # else rounding would be fitted
+    assert log_slope(nus, errors) == pytest.approx(order, abs=tolerance)
+
+
+@dataclass(frozen=True)
+class OffBy:
+    """Solves exactly, then moves every solution by δ in a random direction: another one for every row and every solve."""
+
+    delta: float
+    seed: int
+    solver: Solver = EXACTLY
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
+
+    @property
+    def steps(self) -> int:
+        return self.solver.steps
+
+    def solve(self, oracle: Oracle, start=None) -> Solution:
+        solution = self.solver.solve(oracle, start)
+        noise = {n: torch.randn(d.shape, generator=self.generator, dtype=d.dtype) for n, d in solution.displacement.items()}
+        norms = torch.cat([leaf.flatten(1) for leaf in noise.values()], 1).norm(dim=1)
+        for name, d in solution.displacement.items():
+            d.add_(noise[name] * (self.delta / norms).view(-1, *[1] * (d.ndim - 1)))
+        return solution
+
+
+@pytest.mark.parametrize(
+    ("stencil", "deltas", "power"),
+    [("forward", (1e-10, 1e-8, 1e-6), 1 / 2), ("symmetric", (1e-9, 1e-7, 1e-5), 2 / 3)],
+    ids=["forward", "symmetric"],
+)
+@pytest.mark.parametrize(("name", "nudge"), [("logistic regression", "loss"), ("logistic regression", "gradient"), ("tanh MLP", "loss")])
+def test_error_at_the_best_nudge_has_the_order_of_corollary_1(name, nudge, stencil, deltas, power):
+    setup, lam, truth = problem(name)
+    # The optimum of ν^p + δ/ν lies at a multiple of δ^(1/(p+1)), p the order of the stencil; the gradient nudge bears more.
+    multiples = (1 / 8, 1 / 2, 2, 8) if nudge == "loss" else (1 / 2, 2, 8, 32)
+    order = {"forward": 1, "symmetric": 2}[stencil]
+    best = []
+    for delta in deltas:
+        errors = []
+        for multiple in multiples:
+            estimator = mn.FOBMAML(nu=multiple * delta ** (1 / (order + 1)), stencil=stencil, nudge=nudge)
+            gradients = [meta_gradient(setup, lam, OffBy(delta, seed), estimator, "inplace") for seed in range(2)]
+            errors.append(sum(relative_error(gradient, truth) for gradient in gradients))
+        assert 0 < errors.index(min(errors)) < len(errors) - 1  # the scan has the optimum inside
+        best.append(min(errors))
+    assert log_slope(deltas, best) == pytest.approx(power, abs=0.07)
