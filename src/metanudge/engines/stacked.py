@@ -7,9 +7,11 @@ memory. Buffers are copied for every evaluation and thrown away, so running stat
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,6 +129,7 @@ class StackedInner(Inner):
     def data_hvp(self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params, Params]:
         """Losses, gradient and Hessian-vector product: forward over reverse, reverse over reverse where that is missing."""
         rows = _rows(d)
+        _load_forward_mode()
 
         def row(d: Params, v: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Any:
             def gradient(d: Params) -> tuple[Params, Tensor]:
@@ -297,6 +300,14 @@ class StackedInner(Inner):
         chosen = self._minibatch(step, size, batch_size)
         tasks = torch.arange(len(chosen), device=chosen.device)[:, None]
         return map_tensors(lambda t: t[tasks, chosen], self._stack.support)
+
+
+@cache
+def _load_forward_mode() -> None:
+    """Have torch load its forward-mode rules now: doing so warns of a deprecation within torch that users can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
 
 
 def _rows(d: Params) -> int:

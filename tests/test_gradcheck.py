@@ -1,0 +1,92 @@
+"""`check_gradient` tells the truth about estimators, on models where the truth is known."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import metanudge as mn
+
+
+@pytest.fixture
+def tasks():
+    g = torch.Generator().manual_seed(0)
+    x, xq = torch.randn(3, 8, 4, generator=g), torch.randn(3, 8, 4, generator=g)
+    y, yq = torch.randint(0, 3, (3, 8), generator=g), torch.randint(0, 3, (3, 8), generator=g)
+    return mn.TaskBatch((x, y), (xq, yq))
+
+
+@pytest.fixture
+def learner():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return mn.MetaLearner(model, nn.functional.cross_entropy, lam=2.0, solver=mn.GradientDescent(lr=0.2, steps=3))
+
+
+def test_targets_are_exact(learner, tasks):
+    report = mn.check_gradient(learner, tasks, estimators=[mn.MAML(), mn.Exact()])
+    maml, exact = report.rows
+    assert maml.error_adaptation < 1e-12
+    assert maml.cosine_adaptation == pytest.approx(1, abs=1e-12)
+    assert report.optimum_residual < 1e-9
+    # Exact uses the learner's three steps, not the optimum: it must not be credited with the optimum's gradient.
+    assert 1e-3 < exact.error_implicit < 1
+
+
+def test_converged_solver_reaches_the_implicit_target(learner, tasks):
+    learner.solver = mn.NewtonCG(tol=1e-12)
+    estimators = [mn.Exact(), mn.FOBMAML(nu=1e-3), mn.IMAML(cg_steps=60)]
+    report = mn.check_gradient(learner, tasks, estimators=estimators, nus=[])
+    assert [row.error_implicit < 1e-4 for row in report.rows] == [True] * 3
+    assert math.isnan(report.agreement)
+    assert any("K-step adaptation" in note for note in report.notes)
+
+
+def test_agrees_with_meta_gradients_computed_directly(learner, tasks):
+    report = mn.check_gradient(learner, tasks, estimators=[mn.FOBMAML(nu=0.1), mn.FOMAML()], nus=[0.1], max_tasks=2)
+    twin = mn.MetaLearner(learner.model.double(), learner.loss, lam=2.0, solver=learner.solver)
+    some = tasks[:2].to(torch.float64)
+    gradients = []
+    for estimator in (mn.FOBMAML(nu=0.1), mn.FOMAML(), mn.MAML()):
+        twin.estimator = estimator
+        gradients.append(torch.cat([g.flatten() for g in twin.meta_gradient(some)[0].values()]))
+    for row, g in zip(report.rows, gradients[:2], strict=True):
+        truth = gradients[2]
+        assert row.error_adaptation == pytest.approx(float((g - truth).norm() / truth.norm()), rel=1e-9)
+        assert row.cosine_adaptation == pytest.approx(float(torch.cosine_similarity(g, truth, dim=0)), rel=1e-9)
+
+
+def test_tries_every_nu_and_prints_a_table(learner, tasks):
+    report = mn.check_gradient(learner, tasks, estimators=[mn.FOBMAML(nu=0.2), mn.FOMAML()], nus=[0.01, 0.1])
+    assert [row.nu for row in report.rows] == [0.01, 0.1, 0.2, None]
+    text = str(report)
+    assert "against the implicit gradient" in text
+    assert all(row.estimator in text for row in report.rows)
+    assert report.as_dicts()[0]["nu"] == 0.01
+
+
+def test_leaves_the_learner_as_it_is(learner, tasks):
+    before = [p.clone() for p in learner.parameters()]
+    calls = learner.calls
+    mn.check_gradient(learner, tasks, estimators=[mn.FOMAML()])
+    assert learner.calls == calls
+    assert all(
+        torch.equal(p, b) and p.dtype == torch.float32 and p.grad is None for p, b in zip(learner.parameters(), before, strict=True)
+    )
+
+
+def test_an_estimator_that_cannot_run_is_noted_not_fatal(learner, tasks):
+    learner.solver = mn.LBFGS()
+    report = mn.check_gradient(learner, tasks, estimators=[mn.FOBMAML(stencil="tangent"), mn.FOMAML()], max_tasks=1)
+    assert [row.estimator for row in report.rows] == ["FOMAML"]
+    assert any("tangent" in note for note in report.notes)
+
+
+def test_says_when_the_inner_loop_diverges(tasks):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    learner = mn.MetaLearner(model, nn.functional.cross_entropy, lam=2.0, solver=mn.GradientDescent(lr=1.5, steps=4))
+    report = mn.check_gradient(learner, tasks, estimators=[mn.FOMAML()])
+    assert report.residual_growth > 1
+    assert "smaller lr or a larger lam" in str(report)
