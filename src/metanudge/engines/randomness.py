@@ -3,6 +3,9 @@
 A stencil subtracts solutions, so all its solves must see the same dropout masks and the same minibatches; anything else is noise
 that 1/ν amplifies. Evaluations are therefore seeded by (seed of the meta-step, inner step, support or query): the same for all
 tasks and nudges, different from step to step and from meta-step to meta-step.
+
+The engines agree on minibatches always, on dropout masks where torch draws them alike with and without `vmap`: on the CPU for contiguous
+tensors. Elsewhere (CUDA's fused dropout, transposed tensors) each engine has masks of its own, as good as the other's.
 """
 
 from __future__ import annotations

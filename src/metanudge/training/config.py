@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -33,7 +33,7 @@ class TrainConfig:
         True
     """
 
-    data: Annotated[str, tyro.conf.Positional] = ""
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA", help_behavior_hint="")] = ""
     """What to train on: mnist1d, omniglot, sinusoid, a FOLDER with one sub-folder per class, or a .csv file."""
 
     ways: int | None = None
@@ -93,10 +93,10 @@ class TrainConfig:
     chunk: int | None = None
     """Stacked engine: how many solves (tasks × nudges) are held in memory at once. None: all."""
 
-    eval_every: int = 50
+    eval_every: int = 100
     """Meta-steps between validations, which choose the best checkpoint. 0: never."""
 
-    eval_tasks: int = 200
+    eval_tasks: int = 100
     """Validation tasks."""
 
     test_tasks: int = 1000
@@ -120,10 +120,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{flag(name)} {value} is too small. Use {least} or more.")
-        for name, why in (
-            ("lam", "The inner problem needs a pull towards the initialisation; the paper uses 2."),
-            ("clip", "It is a norm."),
-        ):
+        for name, why in (("lam", "It ties a task to the initialisation; the paper uses 2."), ("clip", "It is a norm.")):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{flag(name)} {value} is not a positive number. {why}")
@@ -143,11 +140,11 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "the configuration") -> TrainConfig:
         """From `to_dict`'s result; fields left out have their defaults. Anything unknown or of the wrong type is refused."""
-        fields = {field.name: field for field in dataclasses.fields(cls)}
+        kinds = get_type_hints(cls)
         for key in values:
-            if key not in fields:
-                raise UserError(f"{where} has an unknown setting {key!r}.{near(key, fields)} Correct or remove it.")
-        checked = {key: _typed(key, value, str(fields[key].type), where) for key, value in values.items()}
+            if key not in kinds:
+                raise UserError(f"{where} has an unknown setting {key!r}.{near(key, kinds)} Correct or remove it.")
+        checked = {key: _typed(key, value, kinds[key], where) for key, value in values.items()}
         return cls(**checked)
 
     @classmethod
@@ -171,7 +168,6 @@ _LEAST = {
     "ways": 1, "shots": 1, "queries": 1, "iterations": 1, "tasks": 1, "seed": 0, "chunk": 1,
     "eval_every": 0, "eval_tasks": 1, "test_tasks": 0, "checkpoint_every": 1,
 }  # fmt: skip
-_CHOICES: dict[str, Any] = {"Schedule": Schedule, "Device": Device, "Precision": Precision, "Dtype": Dtype, "Engine": Engine}
 
 
 def flag(name: str) -> str:
@@ -185,18 +181,17 @@ def near(name: str, names: Any) -> str:
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
-def _typed(name: str, value: Any, annotation: str, where: str) -> Any:
+def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
     """`value` if it has the field's type (a whole number may stand for a float), else an error that names the field."""
-    if annotation in _CHOICES:
-        choices = get_args(_CHOICES[annotation])
-        if value not in choices:
-            raise UserError(f"{where}: {name} is {value!r}.{near(str(value), choices)} Choose one of: {', '.join(choices)}.")
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            choices = ", ".join(get_args(kind))
+            raise UserError(f"{where}: {name} is {value!r}.{near(str(value), get_args(kind))} Choose one of: {choices}.")
         return value
-    if value is None and "None" in annotation:
-        return None
-    kind = next(kind for kind in (bool, int, float, str) if kind.__name__ in annotation)
-    if kind is float and type(value) is int:
+    kinds = get_args(kind) or (kind,)
+    if type(value) is int and float in kinds:
         return float(value)
-    if type(value) is not kind:
-        raise UserError(f"{where}: {name} is {value!r}, a {type(value).__name__}. It must be a {kind.__name__}.")
+    if type(value) not in kinds:
+        wanted = " or ".join({int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(k, "null") for k in kinds)
+        raise UserError(f"{where}: {name} is {value!r}. It must be {wanted}.")
     return value

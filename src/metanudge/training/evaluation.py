@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from metanudge.training.runs import Run
 
 BatchNormProtocol = Literal["transductive", "inductive"]
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int | None], None]
 TASKS_AT_ONCE = 50
 
 
@@ -189,7 +189,8 @@ def evaluate_run(
             indices = range(first, min(first + TASKS_AT_ONCE, tasks))
             yield source.batch(indices, split), episode_classes(source, indices, split)
 
-    return _evaluate(run.learner, batches(), steps=steps, split=split, total=tasks, progress=progress)
+    with run.precision():
+        return _evaluate(run.learner, batches(), steps=steps, split=split, total=tasks, progress=progress)
 
 
 def evaluate_tasks(
@@ -276,6 +277,34 @@ def plot_steps(report: EvaluationReport, path: Path | str, *, title: str = "") -
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def with_support_statistics(model: nn.Module, inputs: Any) -> nn.Module:
+    """A copy of an adapted model in evaluation mode, its BatchNorm layers normalising with the statistics of the support set.
+
+    This is the inductive protocol: what the copy says about an example does not depend on the other examples it is given.
+
+    Args:
+        model: an adapted model, as `MetaLearner.adapt` returns it.
+        inputs: the inputs of the support set.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        >>> x = torch.randn(8, 2)
+        >>> frozen = with_support_statistics(net, x)
+        >>> bool(torch.allclose(frozen(x), net(x), atol=1e-6)), bool(torch.allclose(frozen(x[:1]), frozen(x)[:1], atol=1e-6))
+        (True, True)
+    """
+    statistics = SupportStatistics(model)
+    outputs = _Outputs(Objective(statistics.model, nn.functional.cross_entropy))
+    measured = statistics.measure(lambda: outputs((inputs, None)))
+    buffers = dict(statistics.model.named_buffers())
+    with torch.no_grad():
+        for name, value in measured.items():
+            buffers[name].copy_(value)
+    for norm in statistics.norms.values():
+        norm.track_running_stats = True
+    return statistics.model
 
 
 class SupportStatistics:

@@ -27,7 +27,7 @@ from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
 from metanudge.training import specs
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from metanudge.training.config import TrainConfig, flag
+from metanudge.training.config import Device, TrainConfig, flag
 from metanudge.training.errors import UserError
 from metanudge.training.specs import Shapes, convert, known, normal, split_options
 
@@ -83,14 +83,14 @@ class Run:
     def source(self) -> Episodes:
         """The episodes the run was trained on; read when first asked for."""
         device = next(self.learner.parameters()).device
-        return build_source(dataclasses.replace(self.config, device=device.type), device=device)
+        return build_source(self.config, device=device)
 
     def precision(self) -> Any:
         """A context in which the learner computes as it did in training."""
         return precision(self.config, next(self.learner.parameters()).device)
 
 
-def load(run: str | os.PathLike[str], *, checkpoint: str = "best", device: str | None = None) -> Run:
+def load(run: str | os.PathLike[str], *, checkpoint: str = "best", device: Device | None = None) -> Run:
     """A run from its folder, with the weights of a checkpoint: `"best"` (the last where there is none), `"last"`, or a name.
 
     Args:
@@ -175,13 +175,12 @@ def build_source(config: TrainConfig, *, device: torch.device | None = None) -> 
     """The episodes that a configuration describes."""
     place = device if device is not None else choose_device(config)
     dtype = getattr(torch, config.dtype)
-    make, target, what = _source_factory(config.data)
-    accepted = target
+    make, declared, what = _source_factory(config.data)
     raw = split_options(config.data_options, "--data-options")
     for key in raw:
         if key in _OWN_FLAGS:
             raise UserError(f"--data-options: {key} has a flag of its own. Use {flag(key)} {raw[key]}.")
-    options = convert(raw, accepted, "--data-options", f"of {what}")
+    options = convert(raw, declared, "--data-options", f"of {what}")
     for name in ("ways", "shots", "queries"):
         value = getattr(config, name)
         if value is not None:

@@ -133,8 +133,8 @@ def build_optimizer(text: str, parameters: Iterable[nn.Parameter]) -> torch.opti
     closure = inspect.signature(OPTIMIZERS[spec.name].step).parameters.get("closure")  # type: ignore[attr-defined]
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
-            f"--optimizer {spec.name} evaluates the objective several times per step and needs a deterministic one, which a stream of tasks "
-            "is not. Use another, such as adam:lr=0.01; as inner solver it is --solver lbfgs."
+            f"--optimizer {spec.name} evaluates the objective several times per step and needs it to stay the same, which a "
+            "stream of tasks does not. Use another, such as adam:lr=0.01; as inner solver it is --solver lbfgs."
         )
     return make("--optimizer", spec.name, OPTIMIZERS[spec.name], list(parameters), **spec.options)
 
@@ -189,8 +189,9 @@ def _snake(name: str) -> str:
 
 
 def _concrete_solvers() -> dict[str, Any]:
-    found = (getattr(solvers, name) for name in solvers.__all__)
-    return {_snake(c.__name__): c for c in found if dataclasses.is_dataclass(c) and hasattr(c, "solve")}
+    found: list[Any] = [getattr(solvers, name) for name in solvers.__all__]
+    wanted: list[Any] = [c for c in found if dataclasses.is_dataclass(c) and hasattr(c, "solve")]
+    return {_snake(c.__name__): c for c in wanted}
 
 
 def _all_optimizers() -> dict[str, OptimizerFactory]:
@@ -206,10 +207,19 @@ OPTIMIZERS: dict[str, OptimizerFactory] = _all_optimizers()
 
 def make(flag: str, name: str, target: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call a target; what it refuses becomes a `UserError` that names the flag."""
+    needed = [n for n, p in list(inspect.signature(target).parameters.items())[len(args) :] if _required(p) and n not in options]
+    if needed:
+        example = ",".join(f"{key}=..." for key in needed)
+        raise UserError(f"{flag} {name} needs the option{'s' * (len(needed) > 1)} {', '.join(needed)}. Write {name}:{example}.")
     try:
         return target(*args, **options)
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"{flag} {name}: {error}") from error
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and not variadic
 
 
 def _model_factory(text: str) -> tuple[str, dict[str, str], Any]:
@@ -339,7 +349,7 @@ def _parameters(target: Any) -> dict[str, Any]:
     if isinstance(target, nn.Module):
         return {}
     signature = inspect.signature(target)
-    function = target.__init__ if isinstance(target, type) else target
+    function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     try:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError, AttributeError):  # a name that only type checkers know

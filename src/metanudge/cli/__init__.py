@@ -1,0 +1,70 @@
+"""The command line: `metanudge COMMAND …`, or `python -m metanudge COMMAND …`.
+
+A command is a module of this package with `HELP: str` (one line) and `run(argv: list[str]) -> int`; it is listed in `COMMANDS` and
+imported when it is called, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+
+from metanudge.cli.errors import guarded, report
+from metanudge.training.errors import EXIT_BAD_INPUT
+from metanudge.version import __version__
+
+# One line each, here and not in the modules, because importing those may load torch.
+COMMANDS = {
+    "train": "meta-train a few-shot learner, or resume a run",
+    "eval": "accuracy of a trained run on held-out tasks",
+    "adapt": "adapt a trained run to your own examples and predict",
+    "data": "list, fetch and verify the data sets",
+    "doctor": "check the installation with a short self-test",
+}
+
+_USAGE = """usage: metanudge COMMAND [OPTIONS]
+
+First-order meta-learning with meta-gradients you can trust.
+
+commands:
+{commands}
+
+examples:
+  metanudge train mnist1d                                  the paper's experiment, two minutes on a laptop
+  metanudge train omniglot --ways 20 --estimator fomaml    another data set, another estimator
+  metanudge train photos/ --shots 5                        your own: one sub-folder per class
+  metanudge train --resume runs/mnist1d-20260101-120000    go on where a run stopped
+  torchrun --nproc-per-node=4 -m metanudge train omniglot  many processes
+
+exit codes: 0 done · 2 bad input · 4 NaN or Inf · 5 out of memory · 130 Ctrl-C · 143 SIGTERM (both after saving)
+
+metanudge COMMAND --help says more about a command; metanudge --version prints the version."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE.format(commands="\n".join(f"  {name:<8} {text}" for name, text in available().items())))
+        return 0 if arguments else EXIT_BAD_INPUT
+    name, rest = arguments[0], arguments[1:]
+    if name in ("--version", "-V"):
+        print(f"metanudge {__version__}")
+        return 0
+    if name not in available():
+        found = difflib.get_close_matches(name, available(), n=1, cutoff=0.4)
+        hint = f" Did you mean {found[0]!r}?" if found else ""
+        report(f"error: there is no command {name!r}.{hint} The commands are {', '.join(available())}.")
+        return EXIT_BAD_INPUT
+    # OpenMP's threads otherwise spin while they wait, and on a machine that is busy with other work a step takes 30 times as long.
+    # It is read when torch is loaded, which happens below.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return guarded(lambda: importlib.import_module(f"metanudge.cli.{name}").run(rest))
+
+
+def available() -> dict[str, str]:
+    """The commands whose modules are there."""
+    return {name: text for name, text in COMMANDS.items() if importlib.util.find_spec(f"metanudge.cli.{name}") is not None}

@@ -1,0 +1,36 @@
+"""Checkpoints that survive a crash at any instant and tell when they are damaged.
+
+A checkpoint is a folder: one safetensors file per group of tensors, `state.json` for everything else, and
+`manifest.json` with the size and sha256 of each file. Nothing is pickled, so loading a stranger's checkpoint runs none
+of its code, and `model.safetensors` opens in any program that reads the format.
+
+    store = CheckpointStore("runs/omniglot/checkpoints")
+    store.save(
+        step, {"model": model.state_dict()}, {"optimizer": optimizer.state_dict(), "rng": rng_state()}, best=improved
+    )
+    ...
+    checkpoint = store.load()  # or store.load("best"), or store.load(300)
+    model.load_state_dict(checkpoint.tensors["model"])
+    optimizer.load_state_dict(checkpoint.state["optimizer"])
+    set_rng_state(checkpoint.state["rng"])
+
+Four parts: values (`pack`, `unpack`), random states, one folder (`save`, `load`), many folders (`CheckpointStore`).
+"""
+
+from metanudge.training.checkpoint.errors import CheckpointError
+from metanudge.training.checkpoint.folder import Checkpoint, load, save
+from metanudge.training.checkpoint.random_state import rng_state, set_rng_state
+from metanudge.training.checkpoint.store import CheckpointStore
+from metanudge.training.checkpoint.values import pack, unpack
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointStore",
+    "load",
+    "pack",
+    "rng_state",
+    "save",
+    "set_rng_state",
+    "unpack",
+]

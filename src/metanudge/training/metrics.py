@@ -1,0 +1,138 @@
+"""What a run writes down: one JSON line per meta-step, and TensorBoard or Weights & Biases beside it when asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from metanudge.training.config import TrainConfig
+from metanudge.training.errors import UserError
+
+Values = Mapping[str, float | int | str | None]
+
+
+class MetricsLog:
+    """A file of JSON lines that can be cut back to where a checkpoint left it.
+
+    NaN and infinity become null, so every line is valid JSON. The same values give the same bytes.
+
+    Args:
+        file: is appended to.
+        size: cut the file back to this many bytes first; lines after a checkpoint are written again by the resumed run.
+    """
+
+    def __init__(self, file: Path, *, size: int | None = None) -> None:
+        self._file = file.open("ab")
+        self.complete = size is None or self._file.tell() >= size
+        if size is not None and self.complete:
+            self._file.truncate(size)
+            self._file.seek(0, os.SEEK_END)
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def write(self, values: Values) -> None:
+        """Add a line and hand it to the operating system."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """All complete lines of a metrics file."""
+    if not file.is_file():
+        return []
+    lines = file.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off by a crash
+    return [json.loads(line) for line in lines]
+
+
+class Timing:
+    """`timing.jsonl`: when each meta-step was done, how long it took, and the memory then."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("a", encoding="utf-8")
+
+    def write(self, step: int, seconds: float, memory: int | None) -> None:
+        """Add a line."""
+        line = {"step": step, "seconds": round(seconds, 6), "memory_bytes": memory, "time": round(time.time(), 3)}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Sink(Protocol):
+    """Somewhere else that metrics go."""
+
+    def write(self, step: int, values: Values) -> None:
+        """Log the values of a meta-step."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+def check_sinks(config: TrainConfig) -> None:
+    """Raise `UserError` where a package that was asked for is not installed, before anything is written."""
+    import importlib.util
+
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name) and importlib.util.find_spec(name) is None:
+            raise UserError(f"--{name} needs the package {name}, which is not installed. Install it: pip install 'metanudge[{name}]'")
+
+
+def open_sinks(config: TrainConfig, folder: Path) -> list[Sink]:
+    """The extra places that a configuration sends metrics to."""
+    sinks: list[Sink] = []
+    if config.tensorboard:
+        sinks.append(_TensorBoard(folder))
+    if config.wandb:
+        sinks.append(_Wandb(config, folder))
+    return sinks
+
+
+def _numbers(values: Values) -> dict[str, float]:
+    return {k: float(v) for k, v in values.items() if k != "step" and isinstance(v, (int, float)) and math.isfinite(v)}
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, values: Values) -> None:
+        for name, value in _numbers(values).items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        wandb: Any = __import__("wandb")
+        self._run = wandb.init(project="metanudge", name=folder.name, dir=str(folder), config=config.to_dict(), resume="allow")
+
+    def write(self, step: int, values: Values) -> None:
+        self._run.log(_numbers(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,73 @@
+"""The learning curve of a run as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """The mean over the last `window` values (fewer at the beginning).
+
+    Example:
+        >>> smooth([1.0, 3.0, 5.0], 2)
+        [1.0, 2.0, 4.0]
+    """
+    return [sum(part) / len(part) for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))]
+
+
+def learning_curve(rows: Sequence[dict[str, Any]], file: Path, *, title: str, test: dict[str, Any] | None = None) -> None:
+    """Draw query accuracy (loss, for regression) before and after adaptation over the meta-steps, with the validations.
+
+    Args:
+        rows: as `read_metrics` gives them.
+        file: where the PNG goes.
+        title: what was trained.
+        test: the test result, drawn as a line, with keys "accuracy" or "loss".
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    quantity = "accuracy" if any(row.get("query_accuracy") is not None for row in rows) else "loss"
+    percent = quantity == "accuracy"
+    scale = 100.0 if percent else 1.0
+
+    def column(key: str) -> tuple[list[int], list[float]]:
+        found = [(row["step"], scale * row[key]) for row in rows if row.get(key) is not None]
+        return [step for step, _ in found], [value for _, value in found]
+
+    figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    window = max(1, len(rows) // 30)
+    for key, color, label in (
+        (f"query_{quantity}_before", _BEFORE, "before adaptation"),
+        (f"query_{quantity}", _AFTER, "after adaptation"),
+    ):
+        steps, values = column(key)
+        axes.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
+        axes.plot(steps, smooth(values, window), color=color, linewidth=2.0, label=f"training, {label}")
+    steps, values = column(f"val_{quantity}")
+    if steps:
+        axes.plot(steps, values, "o-", color=_VALIDATION, markersize=5, linewidth=1.2, markeredgecolor="white", label="validation")
+    if test is not None and test.get(quantity) is not None:
+        value = scale * test[quantity]
+        text = f"test {value:.1f} %" if percent else f"test {value:.3g}"
+        axes.axhline(value, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), label=text)
+    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    axes.set_xlabel("meta-step")
+    axes.set_ylabel("query accuracy (%)" if percent else "query loss")
+    if percent:
+        axes.set_ylim(0, 102)
+    elif all(row.get("query_loss", 1) is None or row.get("query_loss", 1) > 0 for row in rows):
+        axes.set_yscale("log")
+    axes.grid(color=_FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right" if percent else "upper right", fontsize=9)
+    temporary = file.with_name(f".new-{file.name}")
+    figure.savefig(temporary, format="png")
+    temporary.replace(file)

@@ -1,0 +1,200 @@
+"""`import metanudge` is light, and imports point one way: what a module may know is written down here and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
+
+# Every unit (a module or a folder of the package) may import units of lower layers, and of its own layer.
+LAYERS = (
+    {"version"},
+    {"params", "task"},
+    {"problem"},
+    {"solvers"},
+    {"engines"},
+    {"estimators", "tuning"},
+    {"learner", "gradcheck", "bilevel"},
+    {"training"},
+    {"experiments", "report"},
+    {"cli", "__main__"},
+)
+LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
+
+# Units beside the layers, and all they may know of the package; only `training` and what stands on it may import them.
+APART: dict[str, set[str]] = {"optim": set(), "models": set(), "tasks": {"task"}}
+USERS_OF_APART = LAYER["training"]
+
+# What may be loaded besides the standard library: when a module is imported, and inside the functions that need it.
+EAGER = {"torch", "numpy", "metanudge"}
+LAZY_IN_TASKS = {"PIL", "pooch"}
+MAY_LOAD_MORE = {"training", "experiments", "report", "cli", "__main__"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: who imports what, and whether it runs when the module is loaded."""
+
+    path: Path
+    line: int
+    target: str  # dotted name
+    eager: bool
+
+    @property
+    def importer(self) -> str:
+        return unit_of(self.path)
+
+    @property
+    def top(self) -> str:
+        return self.target.split(".")[0]
+
+    @property
+    def unit(self) -> str:
+        """The unit of the package that is imported; empty for the package itself."""
+        return [*self.target.split("."), ""][1]
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(PACKAGE.parent)}:{self.line} imports {self.target}"
+
+
+def unit_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+UNITS = {unit_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
+
+
+def imports_of(path: Path) -> list[Import]:
+    found: list[Import] = []
+
+    def visit(node: ast.AST, eager: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(path, node.lineno, alias.name, eager) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = absolute(path, node)
+            # `from metanudge import optim` imports the unit, not the package.
+            names = [f"{module}.{a.name}" if module == "metanudge" and a.name in UNITS else module for a in node.names]
+            found.extend(Import(path, node.lineno, target, eager) for target in dict.fromkeys(names))
+        for child in ast.iter_child_nodes(node):
+            lazy = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or for_types_only(node, child)
+            visit(child, eager and not lazy)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), True)
+    return found
+
+
+def for_types_only(node: ast.AST, child: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
+
+
+def absolute(path: Path, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return node.module or ""
+    package = ["metanudge", *path.relative_to(PACKAGE).parts[:-1]]
+    return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+
+
+IMPORTS = [found for path in sorted(PACKAGE.rglob("*.py")) for found in imports_of(path)]
+WITHIN = [i for i in IMPORTS if i.top == "metanudge"]
+
+
+def test_every_unit_has_its_place():
+    """A new module or folder is put into LAYERS (or APART) here, by somebody who has thought about it."""
+    assert set() == UNITS - set(LAYER) - set(APART)
+    assert len(IMPORTS) > 100, "the parser has seen the package"
+
+
+def allowed(found: Import) -> bool:
+    importer, unit = found.importer, found.unit
+    if importer == "__init__":
+        return LAYER.get(unit, -1) < USERS_OF_APART or not found.eager
+    if importer in APART:
+        return unit == importer or unit in APART[importer]
+    if unit in ("", *APART):  # the package itself stands on everything but training, experiments and the command line
+        return LAYER[importer] >= USERS_OF_APART
+    return LAYER[unit] <= LAYER[importer]
+
+
+def test_imports_point_one_way():
+    wrong = [str(found) for found in WITHIN if not allowed(found)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_would_see_an_offence():
+    problem, learner, tasks, init = (PACKAGE / n for n in ("problem.py", "learner.py", "tasks/draws.py", "__init__.py"))
+    assert not allowed(Import(problem, 1, "metanudge.engines.stacked", True))
+    assert not allowed(Import(problem, 1, "metanudge.learner", False)), "also inside a function"
+    assert not allowed(Import(learner, 1, "metanudge.training.config", True))
+    assert not allowed(Import(learner, 1, "metanudge", True))
+    assert not allowed(Import(learner, 1, "metanudge.tasks", True))
+    assert not allowed(Import(tasks, 1, "metanudge.params", True))
+    assert not allowed(Import(init, 1, "metanudge.cli", True))
+    assert allowed(Import(learner, 1, "metanudge.task", True))
+    assert allowed(Import(tasks, 1, "metanudge.task", True))
+
+
+def test_no_module_imports_itself_by_a_detour():
+    """Module by module, what is imported on loading has no cycles (folders' `__init__` files aside, which only re-export)."""
+    graph: dict[str, set[str]] = {}
+    for found in WITHIN:
+        if found.eager and found.path.name != "__init__.py":
+            name = ".".join(found.path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            graph.setdefault(name, set()).add(found.target)
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " → ".join((*trail, name))
+        if name not in done:
+            for target in graph.get(name, ()):
+                walk(target, (*trail, name))
+            done.add(name)
+
+    done: set[str] = set()
+    for name in graph:
+        walk(name, ())
+
+
+def test_light_units_load_only_torch_and_numpy():
+    wrong = []
+    for found in IMPORTS:
+        if found.importer in MAY_LOAD_MORE or found.top in sys.stdlib_module_names or found.top in EAGER:
+            continue
+        if found.importer == "tasks" and found.top in LAZY_IN_TASKS and not found.eager:
+            continue
+        wrong.append(str(found))
+    assert not wrong, "\n".join(wrong)
+
+
+PROGRAM = """
+import json, sys
+import numpy, torch
+
+def loaded():
+    return {name.split(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+
+before = loaded()
+import metanudge
+print(json.dumps(sorted(loaded() - before)))
+import metanudge.models, metanudge.tasks, metanudge.optim
+print(json.dumps(sorted(loaded() - before)))
+"""
+
+
+def test_importing_loads_only_torch_and_numpy():
+    """In a fresh process, what is new after `import torch, numpy` is metanudge and the standard library."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [["metanudge"], ["metanudge"]]
