@@ -111,11 +111,11 @@ def learner_for(setup: Setup, estimator: Estimator | None = None, engine: str = 
 
 
 def gradient(
-    setup: Setup, estimator: Estimator | None = None, engine: str = "stacked", tasks: Any = None, **options: Any
+    setup: Setup, estimator: Estimator | None = None, engine: str = "stacked", tasks: Any = None, *, first: int = 0, **options: Any
 ) -> dict[str, Tensor]:
     """The meta-gradient of a setup, always with the same draws."""
     learner = learner_for(setup, estimator, engine, **options)
-    return learner.meta_gradient(setup.tasks if tasks is None else tasks, seed=7, metrics=False)[0]
+    return learner.meta_gradient(setup.tasks if tasks is None else tasks, seed=7, metrics=False, first=first)[0]
 
 
 # ---------------------------------------------------------------------------------------------------- checks
@@ -161,12 +161,12 @@ def ragged(setup: Setup) -> mn.TaskBatch:
 
 
 def check_ragged(estimator: Estimator, setup: Setup, engine: str, **options: Any) -> float:
-    """Tasks of different sizes give the mean of what each gives alone; returns the relative error."""
+    """Tasks of different sizes give the mean of what each gives alone at its place; returns the relative error."""
     options = {"solver": ONE_STEP, **options}
     batch = ragged(setup)
     assert len(batch.stacks) == len(batch) - 1, "the first and the last task share a stack, with another between them"
     together = gradient(setup, estimator, engine, batch, **options)
-    alone = [gradient(setup, estimator, engine, task, **options) for task in batch]
+    alone = [gradient(setup, estimator, engine, task, first=place, **options) for place, task in enumerate(batch)]
     error = relative_error(together, mean(alone))
     assert error < 1e-12, f"a ragged batch is {error:.1e} off the mean of its tasks"
     return error

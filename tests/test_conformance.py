@@ -134,12 +134,13 @@ def test_chunks_do_not_change_the_result_of_other_solvers(solver: str):
 
 @pytest.mark.parametrize(("estimator", "engine"), RUNS, ids=ids)
 def test_ragged_batches(estimator: Estimator, engine: str):
-    if isinstance(estimator, conformance.DRAWS_BY_PLACE):
-        setup = small(tasks=3)
-        error = relative_error(*(gradient(setup, estimator, e, conformance.ragged(setup)) for e in ("stacked", "inplace")))
-        assert error < 1e-10
-        return
     conformance.check_ragged(estimator, small(tasks=3, dropout=0.3), engine)
+
+
+@pytest.mark.parametrize("engine", ["stacked", "inplace"])
+@pytest.mark.parametrize("solver", ["gd-minibatch", "sgd-minibatch"])
+def test_ragged_batches_with_minibatches(solver: str, engine: str):
+    conformance.check_ragged(mn.FOBMAML(), small(tasks=3, support=7), engine, solver=SOLVERS[solver])
 
 
 @pytest.mark.parametrize(("estimator", "engine"), [r for r in RUNS if not isinstance(r[0], conformance.DRAWS_BY_PLACE)], ids=ids)

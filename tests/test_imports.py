@@ -10,6 +10,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+import metanudge as mn
+
 PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
 
 # Every unit (a module or a folder of the package) may import units of lower layers, and of its own layer.
@@ -173,21 +177,23 @@ def test_light_units_load_only_torch_and_numpy():
 
 PROGRAM = """
 import json, sys
-import numpy, torch
 
 def loaded():
     return {name.split(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
 
-before = loaded()
+start = loaded()
 import metanudge
-print(json.dumps(sorted(loaded() - before)))
-import metanudge.models, metanudge.tasks, metanudge.optim
+print(json.dumps(sorted(loaded() - start)))
+import numpy, torch
+before = loaded()
+for name in metanudge.__all__:
+    getattr(metanudge, name)
 print(json.dumps(sorted(loaded() - before)))
 """
 
 
 def test_importing_loads_only_torch_and_numpy():
-    """In a fresh process, what is new after `import torch, numpy` is metanudge and the standard library."""
+    """In a fresh process the package alone loads nothing, and all its public names load nothing beside torch and numpy."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM],
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
@@ -197,4 +203,25 @@ def test_importing_loads_only_torch_and_numpy():
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert [json.loads(line) for line in result.stdout.splitlines()] == [["metanudge"], ["metanudge"]]
+    alone, with_names = (json.loads(line) for line in result.stdout.splitlines())
+    assert alone == ["metanudge"]
+    assert with_names == []
+
+
+def test_every_public_name_is_there():
+    """The names are listed by hand for lazy loading: the list for `__all__`, for the loader and for type checkers agree."""
+    missing = [name for name in mn.__all__ if not hasattr(mn, name)]
+    assert not missing
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    typed = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert typed == set(mn.__all__) - {"__version__"}
+    assert set(mn.__all__) <= set(dir(mn))
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = mn.nonsense

@@ -81,7 +81,7 @@ def omniglot_run(folder: Path) -> Path:
 def character_folders(root: Path, *, ways: int, shots: int, queries: int, seed: int) -> tuple[Path, Path]:
     """PNGs of characters that no training task has shown: `root/support/NAME/n.png` and `root/predict/NAME/n.png`, ink dark on light."""
     source = Omniglot(root=omniglot_folder(), rotations=False)
-    names = [name for name in source.classes("test")]
+    names = list(source.classes("test"))
     arrays = load_omniglot(omniglot_folder())
     rng = np.random.default_rng(seed)
     for c in rng.choice(len(names), ways, replace=False):

@@ -75,8 +75,9 @@ def test_first_order_baselines_are_biased(setup):
 
 @SOLVERS
 def test_symmetric_nudges(setup, solver):
-    assert error(setup, solver, mn.FOBMAML(nu=1e-3)) < 1e-5
-    assert error(setup, solver, mn.FOBMAML(nu=1e-3, nudge="gradient")) < 1e-10
+    engine = "inplace" if solver is NEWTON else "stacked"  # where each is quicker
+    assert error(setup, solver, mn.FOBMAML(nu=1e-3), engine=engine) < 1e-5
+    assert error(setup, solver, mn.FOBMAML(nu=1e-3, nudge="gradient"), engine=engine) < 1e-10
 
 
 @STARTS

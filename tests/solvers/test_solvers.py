@@ -357,6 +357,13 @@ def test_weight_decay_of_the_optimizer_pulls_towards_theta():
     torch.testing.assert_close(flatten(a), flatten(b), rtol=0, atol=1e-14)
 
 
+def test_every_task_has_an_optimizer_of_its_own():
+    """Steps of NormalizedGD depend on the norm of the whole gradient: of one task's, not of all."""
+    solver = mn.TorchOptimizer(mn.optim.NormalizedGD, steps=3, options={"lr": 0.1})
+    together, apart = solve(uneven(), solver, lam=1.0), one_by_one(uneven(), solver, lam=1.0)
+    torch.testing.assert_close(flatten(together.displacement), flatten(apart.displacement), rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("optimizer", [Adam, torch.optim.LBFGS], ids=["Adam", "L-BFGS"])
 def test_a_function_may_build_the_optimizer(optimizer):
     options = {"lr": 0.05}

@@ -119,14 +119,14 @@ def _adapted(classifier: Classifier, support: Path) -> str:
 def _summary(written: list[Prediction], classifier: Classifier, out: Path) -> str:
     found = Counter(p.label for p in written)
     width = max(len(name) for name in classifier.classes)
-    lines = [f"{len(written)} files labelled → {out}"]
+    lines = [f"{len(written)} examples labelled → {out}"]
     for name in classifier.classes:
         sure = [p.probability for p in written if p.label == name]
         lines.append(f"  {name:{width}}  {found[name]:5d}" + (f"   mean probability {sum(sure) / len(sure):.2f}" if sure else ""))
     known = [p for p in written if p.truth is not None]
     if known:
         right = sum(p.label == p.truth for p in known)
-        lines.append(f"{right} of the {len(known)} files whose class is known are right ({right / len(known):.1%}).")
+        lines.append(f"{right} of the {len(known)} whose class is known are right ({right / len(known):.1%}).")
     return "\n".join(lines)
 
 

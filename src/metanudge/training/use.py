@@ -26,6 +26,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from metanudge.estimators import NonFiniteError
 from metanudge.tasks.read_csv import read_csv
@@ -186,7 +187,7 @@ class Classifier:
                 "torch": torch.__version__,
                 "classes": list(self.classes),
                 "support_examples": dict(zip(self.classes, self.counts, strict=True)),
-                "batch_norm": "statistics of the support set",
+                "batch_norm": "statistics of the support set" if _has_batch_norm(self.model) else None,
                 "outputs": "logits, one per class in this order; softmax gives probabilities",
                 "preprocessing": asdict(self.preprocessing),
             }
@@ -199,6 +200,7 @@ class Classifier:
         # Tensors that share memory cannot be stored as they are.
         saved = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in self.model.state_dict().items()}
         save_file(saved, file)
+        os.chmod(file, 0o666 & ~_umask())  # safetensors makes files that only their owner can read
         again = load_file(file)
         assert again.keys() == saved.keys()
         assert all(torch.equal(again[name], saved[name]) for name in saved)
@@ -356,6 +358,10 @@ def check_new_folder(path: Path, *, overwrite: bool, mark: str = DESCRIPTION) ->
         raise UserError(f"--export {path} exists already. Choose another name; {how}.")
     if not path.parent.is_dir():
         raise UserError(f"--export {path}: there is no folder {path.parent}. Create it first, or choose another place.")
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def _umask() -> int:

@@ -1,0 +1,76 @@
+"""`TrainConfig`: JSON there and back, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from metanudge.training.config import TrainConfig
+from metanudge.training.errors import UserError
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+configs = st.builds(
+    TrainConfig,
+    data=st.text(max_size=20),
+    ways=st.none() | st.integers(),
+    lam=finite,
+    clip=st.none() | finite,
+    schedule=st.sampled_from(["constant", "cosine"]),
+    seed=st.integers(),
+    tensorboard=st.booleans(),
+    out=st.none() | st.text(max_size=20),
+    estimator=st.text(max_size=20),
+)
+
+
+@given(configs)
+def test_json_round_trip_is_exact(config: TrainConfig) -> None:
+    again = TrainConfig.from_json(config.to_json())
+    assert again == config
+    assert again.to_json() == config.to_json()
+
+
+def test_importing_the_configuration_loads_no_torch() -> None:
+    code = "import sys, metanudge.training.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"iteratons": 3}', ["iteratons", "iterations"]),
+        ('{"iterations": "3"}', ["iterations", "'3'", "whole number"]),
+        ('{"iterations": true}', ["iterations", "True"]),
+        ('{"schedule": "cosin"}', ["schedule", "cosine"]),
+        ('{"tensorboard": 1}', ["tensorboard", "true or false"]),
+        ("[1]", ["list"]),
+        ("{", ["JSON"]),
+    ],
+)
+def test_a_bad_document_is_refused_by_name(text: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        TrainConfig.from_json(text, where="run.json")
+    assert "run.json" in str(refused.value)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_whole_number_may_stand_for_a_float_and_left_out_fields_have_defaults() -> None:
+    config = TrainConfig.from_json('{"data": "sinusoid", "lam": 3}')
+    assert config == TrainConfig("sinusoid", lam=3.0)
+    assert isinstance(config.lam, float)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"iterations": 0}, {"tasks": 0}, {"ways": 0}, {"shots": -1}, {"seed": -1}, {"seed": 1 << 63}, {"lam": 0.0}, {"lam": float("nan")},
+        {"clip": -1.0}, {"chunk": 0}, {"eval_every": -1}, {"checkpoint_every": 0}, {"precision": "bf16", "dtype": "float64"},
+    ],
+)  # fmt: skip
+def test_values_that_make_no_sense_are_refused_with_their_flag(bad: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="--" + next(iter(bad)).replace("_", "-")):
+        TrainConfig("sinusoid", **bad).check()  # type: ignore[arg-type]
