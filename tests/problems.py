@@ -17,8 +17,6 @@ from torch.nn import functional as F
 
 from metanudge import TaskBatch
 
-Lam = float | dict[str, float | Tensor]
-
 
 class Setup(NamedTuple):
     """What `MetaLearner` needs, and the tasks to give it."""

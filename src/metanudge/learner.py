@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,7 +81,7 @@ class MetaLearner(nn.Module):
         self.chunk = chunk
         self.seed = seed
         self.calls = 0
-        self._cached: tuple[Any, Problem] | None = None
+        self._cached: tuple[Any, Problem, Any] | None = None
         self._cannot_stack: str | None = None
         StackedEngine(chunk)
         self.problem()
@@ -88,9 +89,12 @@ class MetaLearner(nn.Module):
     def problem(self) -> Problem:
         """The two-level problem as it stands: made anew when parameters were frozen, moved, cast or exchanged."""
         state = tuple((id(p), p.requires_grad, p.device, p.dtype) for p in self.model.parameters())
-        key = (state, id(self.model), id(self.loss), id(self.lam))
+        key = (state, id(self.model), id(self.loss), _fingerprint(self.lam))
         if self._cached is None or self._cached[0] != key:
-            self._cached = (key, Problem(Objective(self.model, self.loss), self.lam))
+            # What the key knows by its id is kept alive with it: a freed object's id may be given to another.
+            kept = (self.model, self.loss, dict(self.lam) if isinstance(self.lam, Mapping) else self.lam)
+            self._cached = (key, Problem(Objective(self.model, self.loss), self.lam), kept)
+            self._cannot_stack = None
         return self._cached[1]
 
     def backward(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> Stats:
@@ -123,16 +127,15 @@ class MetaLearner(nn.Module):
         batch = TaskBatch.of(tasks)
         if seed is None:
             seed = mix(self.seed, self.calls)
-        engine, _ = self.choose_engine(batch)
         options = {"solver": self.solver, "estimator": self.estimator, "seed": seed, "metrics": metrics, "first": first}
-        with torch.enable_grad():
+        with _gradients_on():
+            engine, _ = self.choose_engine(batch)
             try:
                 result = meta_gradient(self.problem(), batch, engine=engine, **options)  # type: ignore[arg-type]
             except StackingError as error:
                 if self.engine != "auto" or "inplace" not in self.estimator.engines:
                     raise
-                self._cannot_stack = str(error)
-                logger.warning("engine: in place from now on. %s", error)
+                self._fall_back(error)
                 result = meta_gradient(self.problem(), batch, engine=InplaceEngine(), **options)  # type: ignore[arg-type]
         self.calls += 1
         return result
@@ -145,34 +148,38 @@ class MetaLearner(nn.Module):
             steps: number of steps, if not the solver's own.
             seed: of dropout masks and minibatches.
         """
-        adapted = copy.deepcopy(self.model)
-        problem = Problem(Objective(adapted, self.loss), self.lam)
-        batch = TaskBatch.of(Task(support, support))
-        problem.check_tasks(batch)
-        with torch.enable_grad(), InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
-            inner = next(iter(groups))
-            assert isinstance(inner, InplaceInner)
-            solution = inner.solve(self._solver(steps))
-            if not bool(torch.isfinite(solution.residuals).all()):
-                raise NonFiniteError(
-                    "Adaptation produced NaN or Inf: the inner steps diverge on this support set. "
-                    "Use a smaller lr in the solver, fewer steps, or a larger lam."
-                )
-            inner.adopt(solution.displacement)
+        with _gradients_on():
+            adapted = copy.deepcopy(self.model)
+            problem = Problem(Objective(adapted, self.loss), self.lam)
+            batch = TaskBatch.of(Task(support, support))
+            problem.check_tasks(batch)
+            with InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
+                inner = next(iter(groups))
+                assert isinstance(inner, InplaceInner)
+                solution = inner.solve(self._solver(steps))
+                if not bool(torch.isfinite(solution.residuals).all()):
+                    raise NonFiniteError(
+                        "Adaptation produced NaN or Inf: the inner steps diverge on this support set. "
+                        "Use a smaller lr in the solver, fewer steps, or a larger lam."
+                    )
+                inner.adopt(solution.displacement)
         return adapted
 
     def evaluate(self, tasks: Tasks, *, steps: int | None = None, seed: int = 0) -> Evaluation:
         """Adapt to every task's support set and measure on its query set. Changes nothing."""
         batch = TaskBatch.of(tasks)
-        problem, solver = self.problem(), self._solver(steps)
-        problem.check_tasks(batch)
-        engine, _ = self.choose_engine(batch)
-        try:
-            return _evaluate(problem, batch, solver, engine, seed)
-        except StackingError:
-            if self.engine != "auto":
-                raise
-            return _evaluate(problem, batch, solver, InplaceEngine(), seed)
+        solver = self._solver(steps)
+        with _gradients_on():
+            problem = self.problem()
+            problem.check_tasks(batch)
+            engine, _ = self.choose_engine(batch)
+            try:
+                return _evaluate(problem, batch, solver, engine, seed)
+            except StackingError as error:
+                if self.engine != "auto":
+                    raise
+                self._fall_back(error)
+                return _evaluate(problem, batch, solver, InplaceEngine(), seed)
 
     def choose_engine(self, batch: TaskBatch) -> tuple[Engine, str]:
         """The engine for a batch, and why."""
@@ -198,6 +205,10 @@ class MetaLearner(nn.Module):
     def extra_repr(self) -> str:
         """Solver, estimator and engine, for `repr`."""
         return f"lam={self.lam!r}, solver={self.solver!r}, estimator={self.estimator!r}, engine={self.engine!r}"
+
+    def _fall_back(self, error: StackingError) -> None:
+        self._cannot_stack = str(error)
+        logger.warning("engine: in place from now on. %s", error)
 
     def _solver(self, steps: int | None) -> Solver:
         return self.solver if steps is None else dataclasses.replace(self.solver, steps=steps)  # type: ignore[type-var]
@@ -242,7 +253,7 @@ class Evaluation:
 
 def _evaluate(problem: Problem, batch: TaskBatch, solver: Solver, engine: Engine, seed: int) -> Evaluation:
     columns = [torch.zeros(len(batch), dtype=torch.float64) for _ in range(4)]
-    with torch.enable_grad(), engine.session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
+    with engine.session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
         for inner in groups:
             before = inner.measure_query(None)
             after = inner.measure_query(inner.solve(solver).displacement)
@@ -250,6 +261,20 @@ def _evaluate(problem: Problem, batch: TaskBatch, solver: Solver, engine: Engine
             for column, value in zip(columns, values, strict=True):
                 column[list(inner.places)] = value.double().cpu()
     return Evaluation(*columns)
+
+
+@contextmanager
+def _gradients_on() -> Iterator[None]:
+    """Inner solves need gradients, also where the caller has switched them off."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _fingerprint(lam: Stiffness) -> Any:
+    """What changes when λ does, without waiting for the device."""
+    if isinstance(lam, Mapping):
+        return tuple((name, _fingerprint(value)) for name, value in lam.items())
+    return (id(lam), lam._version) if isinstance(lam, Tensor) else lam
 
 
 class _MetaLoss(torch.autograd.Function):

@@ -46,6 +46,10 @@ def takes_model(loss: Loss) -> bool:
     return first.name in ("model", "module") or annotated
 
 
+class LossError(ValueError):
+    """What the loss returns is no loss."""
+
+
 class Objective(nn.Module):
     """The user's model and loss as one module: a batch in, a scalar out. It shares the model and changes nothing in it."""
 
@@ -79,7 +83,7 @@ class Objective(nn.Module):
             loss, accuracy = self.loss(output, target), classification_accuracy(output, target)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
+            raise LossError(
                 f"The loss must be a scalar tensor, got {got}. Reduce it over the examples (mean is usual), "
                 "e.g. reduction='mean' in torch's losses."
             )
@@ -183,7 +187,7 @@ def _stiffness(value: float | Tensor, what: str, parameter: Tensor) -> Tensor:
             "Give a number or a tensor of the parameter's shape."
         )
     if not bool(torch.isfinite(tensor).all()) or not bool((tensor > 0).all()):
-        shown = float(tensor) if tensor.ndim == 0 else f"a smallest value of {float(tensor.min())}"
+        shown = float(tensor) if tensor.ndim == 0 else f"an entry of {float(tensor[~(torch.isfinite(tensor) & (tensor > 0))][0])}"
         raise ValueError(
             f"{what} must be positive and finite, got {shown}: λ is the stiffness of the proximal term ½λ‖φ − θ‖², and "
             "without it the inner problem has no unique solution. Start with 2.0, or about 1/(inner learning rate)."

@@ -176,7 +176,7 @@ def test_diverged_tasks_are_counted_and_wrong() -> None:
     report = evaluate_tasks(learner, MNIST1D(num_samples=1000, cache=False).batch(range(3), "test"), steps=[0])
     assert report.main.diverged == 3
     assert report.main.accuracy == 0
-    assert "3 tasks diverged" in str(report)
+    assert "diverged on 3 of 3 tasks" in str(report)
     json.dumps(report.as_dict(), allow_nan=False)
 
 

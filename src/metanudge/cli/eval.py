@@ -16,6 +16,8 @@ import tyro
 if TYPE_CHECKING:
     from metanudge.training.evaluation import Progress
 
+PLOTS = (".png", ".svg", ".pdf")
+
 HELP = "accuracy of a run on unseen tasks: confidence interval, per class, against adaptation steps"
 
 EXAMPLES = """
@@ -65,7 +67,7 @@ def run(argv: list[str]) -> int:
     from metanudge.training import runs
     from metanudge.training.errors import UserError
     from metanudge.training.evaluation import evaluate_run, plot_steps
-    from metanudge.training.use import new_file
+    from metanudge.training.use import check_new_file, new_file
 
     if options.tasks < 1:
         raise UserError(f"--tasks {options.tasks} is too small. Use 1 or more; 1000 are usual.")
@@ -73,11 +75,14 @@ def run(argv: list[str]) -> int:
         raise UserError(f"--steps {min(options.steps)} cannot be taken. Use 0 for the initialisation itself, or positive numbers.")
     trained = runs.load(options.run, checkpoint=options.checkpoint, device=options.device)
     plot = options.plot or trained.folder / f"eval-{options.split}.png"
+    if plot.suffix.lower() not in PLOTS:
+        raise UserError(f"--plot {plot} is not a kind of picture that can be drawn. Let its name end in one of: {', '.join(PLOTS)}.")
+    check_new_file(plot, overwrite=True, flag="--plot")
     with ExitStack() as stack:
         file = None if options.json is None else stack.enter_context(new_file(options.json, overwrite=True, flag="--json"))
         try:
             trained.source.task(0, options.split)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # too few classes; a download that failed
             raise UserError(f"--split {options.split}: {error}") from error
         with progress_bar("evaluating", "tasks") as progress:
             report = evaluate_run(trained, tasks=options.tasks, split=options.split, steps=options.steps or None, progress=progress)
@@ -87,9 +92,9 @@ def run(argv: list[str]) -> int:
     print(f"{options.run}, weights after {trained.state.step} meta-steps")
     print(report)
     try:
-        plot_steps(report, plot, title=f"{trained.config.data}: {report.tasks} {options.split} tasks")
-    except (OSError, ValueError) as error:  # matplotlib raises ValueError for a format it does not know
-        raise UserError(f"--plot {plot} cannot be written ({error}). Name a .png, .svg or .pdf in a folder you can write to.") from error
+        plot_steps(report, plot, title=f"{Path(trained.config.data).name}: {report.tasks} {options.split} tasks")
+    except OSError as error:
+        raise UserError(f"--plot {plot} cannot be written ({error.strerror}). Name a file in a folder you can write to.") from error
     print(f"\nplot: {plot}" + (f"   json: {options.json}" if options.json else "") + f"   ({report.seconds:.0f} s)")
     return 0
 

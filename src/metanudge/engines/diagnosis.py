@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from metanudge.problem import Problem
 from metanudge.task import Batch, describe
@@ -54,7 +55,8 @@ def model_refuses(problem: Problem, batch: Batch, which: str, error: Exception) 
     """
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return error
-    place = where_it_fails(problem, lambda: problem.objective(batch))
+    buffers = {f"model.{n}": b.detach().clone() for n, b in problem.objective.model.named_buffers()}
+    place = where_it_fails(problem, lambda: functional_call(problem.objective, buffers, (batch,)))
     return ValueError(
         f"Model or loss failed on the {which} data of a task ({describe(batch)}): {_first_line(error)}. "
         f"It happened in {place or 'the loss, or after the model'}. "

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metanudge.engines.diagnosis import model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.params import Params
-from metanudge.problem import Problem
+from metanudge.problem import LossError, Problem
 from metanudge.task import Batch, Task, TaskBatch, map_tensors
 
 
@@ -31,15 +32,15 @@ class Guard:
 
     def __init__(self, problem: Problem) -> None:
         self._parameters = problem.parameters
-        self._gradients = {n: p.grad for n, p in problem.parameters.items()}
+        self._gradients = [(p, p.grad) for p in problem.objective.parameters()]  # a loss may have parameters of its own
         self.theta = {n: p.detach().clone() for n, p in problem.parameters.items()}
         model = problem.objective.model
         self._buffers = [
-            _Buffer(module, name, buffer, buffer.detach().clone(), buffer._version)
+            _Buffer(module, name, buffer, None if buffer is None else buffer.detach().clone())
             for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
+            for name, buffer in module._buffers.items()
         ]
-        for parameter in problem.parameters.values():
+        for parameter, _ in self._gradients:
             parameter.grad = None
 
     def restore_buffers(self) -> None:
@@ -49,10 +50,10 @@ class Guard:
 
     def restore(self) -> None:
         """Put everything back."""
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self.theta[name])
-                parameter.grad = self._gradients[name]
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(self.theta[name])  # .data: the values are what they were, so graphs made before stay valid
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
         self.restore_buffers()
         torch.clear_autocast_cache()
 
@@ -61,17 +62,16 @@ class Guard:
 class _Buffer:
     module: nn.Module
     name: str
-    tensor: Tensor
-    value: Tensor
-    version: int
+    tensor: Tensor | None
+    value: Tensor | None
 
     def restore(self) -> None:
         if self.module._buffers[self.name] is not self.tensor:
             self.module._buffers[self.name] = self.tensor
-        if self.tensor._version != self.version:
-            with torch.no_grad():
-                self.tensor.copy_(self.value)
-            self.version = self.tensor._version
+        # Always: BatchNorm's kernels and writes through .data leave no trace in the version counter.
+        if self.tensor is not None:
+            assert self.value is not None
+            self.tensor.data.copy_(self.value)
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,12 @@ class InplaceInner(Inner):
         """Losses, gradient and Hessian-vector product by double backward."""
         self._write(d)
         leaves = list(self.problem.parameters.values())
-        total = self._forward(self._support(step, batch_size), step, "support")[0]
+        with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivatives
+            total = self._forward(self._support(step, batch_size), step, "support")[0]
+            if offsets is not None:
+                total = total + offsets[0] * self._forward(self._task.query, step, "query")[0]
         self.cost.support_gradients += 1
-        if offsets is not None:
-            total = total + offsets[0] * self._forward(self._task.query, step, "query")[0]
-            self.cost.query_gradients += 1
+        self.cost.query_gradients += 0 if offsets is None else 1
         self.cost.hessian_products += 1
         g = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
         directions = [v[n][0].to(p.dtype) for n, p in self.problem.parameters.items()]
@@ -179,11 +180,11 @@ class InplaceInner(Inner):
         with torch.no_grad():
             for name, parameter in self.problem.parameters.items():
                 if d is None:
-                    parameter.copy_(theta[name])
+                    parameter.data.copy_(theta[name])
                 elif d[name].dtype == parameter.dtype:
                     torch.add(theta[name], d[name][0], out=parameter.data)
                 else:
-                    parameter.copy_(theta[name] + d[name][0])
+                    parameter.data.copy_(theta[name] + d[name][0])
         if torch.is_autocast_enabled(self.problem.device.type):
             torch.clear_autocast_cache()  # it holds casts of the parameters' old values
 
@@ -198,7 +199,9 @@ class InplaceInner(Inner):
         self._draws.seed_for(step, which)
         try:
             loss, accuracy = self.problem.objective(batch)
-        except (RuntimeError, IndexError) as error:
+        except LossError:
+            raise
+        except (RuntimeError, IndexError, ValueError, AssertionError) as error:
             raise model_refuses(self.problem, batch, which, error) from error
         return loss, accuracy
 

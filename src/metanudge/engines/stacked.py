@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from metanudge.engines.diagnosis import StackingError, cannot_stack, model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.params import Params, flatten, norm, unflatten
-from metanudge.problem import Problem
+from metanudge.problem import LossError, Problem
 from metanudge.solvers.base import LinearSolver, Solution, check_count
 from metanudge.task import Batch, Stack, TaskBatch, map_tensors, num_examples
 
@@ -149,12 +150,12 @@ class StackedInner(Inner):
         forward_mode = True
         arguments = (row, rows, (d, v, offsets), step, batch_size, offsets is not None)
         try:
-            losses, g, hv = self._over_rows(*arguments, diagnose=False)
+            losses, g, hv = self._over_rows(*arguments, diagnose=False, second_order=True)
         except torch.cuda.OutOfMemoryError:
             raise
         except (NotImplementedError, RuntimeError):
             forward_mode = False  # the Hessian is symmetric, so the transposed product is the product
-            losses, g, hv = self._over_rows(*arguments)
+            losses, g, hv = self._over_rows(*arguments, second_order=True)
         self._count(rows, offsets)
         self.cost.hessian_products += rows
         return losses, g, hv
@@ -193,7 +194,8 @@ class StackedInner(Inner):
             return grad(outer, has_aux=True)(self._theta)
 
         chosen = self._minibatches(solver.steps, solver.batch_size)
-        g, (losses, residuals, d) = self._over_rows(row, self.tasks, (self.zeros(self.tasks), chosen), 0, None)
+        arguments = (self.zeros(self.tasks), chosen)
+        g, (losses, residuals, d) = self._over_rows(row, self.tasks, arguments, 0, None, second_order=True)
         self.cost.support_gradients += self.tasks * solver.steps
         self.cost.query_gradients += self.tasks
         self.cost.hessian_products += self.tasks * unrolled
@@ -243,6 +245,7 @@ class StackedInner(Inner):
         with_query: bool = True,
         *,
         diagnose: bool = True,
+        second_order: bool = False,
     ) -> Any:
         """`vmap` a function of one row's arguments, buffers, support and query over all rows."""
         repeats = rows // self.tasks
@@ -256,14 +259,20 @@ class StackedInner(Inner):
             0 if self._buffers_written else None,
             *(map_tensors(lambda _: 0, _constants_apart(batch)) for batch in data),
         )
-        run = lambda: vmap(function, in_dims=in_dims, randomness="same")(*arguments, buffers, *data)  # noqa: E731
+
+        def run() -> Any:
+            # The fused attention kernels know no second derivatives and, on a CPU, no vmap.
+            plain = second_order or self.problem.device.type == "cpu"
+            with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
+                return vmap(function, in_dims=in_dims, randomness="same")(*arguments, buffers, *data)
+
         if not diagnose:
             return run()
         try:
             return run()
-        except torch.cuda.OutOfMemoryError:
+        except (torch.cuda.OutOfMemoryError, LossError):
             raise
-        except (RuntimeError, NotImplementedError, IndexError) as error:
+        except (RuntimeError, NotImplementedError, IndexError, ValueError, AssertionError) as error:
             raise self._diagnosed(run, error) from error
 
     def _diagnosed(self, run: Callable[[], Any], error: Exception) -> Exception:
@@ -274,7 +283,9 @@ class StackedInner(Inner):
                 with torch.no_grad():
                     buffers = {n: b.clone() for n, b in self._buffers.items()}
                     functional_call(self.problem.objective, buffers, (batch,))
-            except (RuntimeError, IndexError) as alone:
+            except LossError:
+                raise
+            except (RuntimeError, IndexError, ValueError, AssertionError) as alone:
                 return model_refuses(self.problem, batch, which, alone)
         return error if isinstance(error, StackingError) else cannot_stack(self.problem, run, error)
 

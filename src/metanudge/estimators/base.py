@@ -92,6 +92,21 @@ class Stats:
         return ", ".join(parts)
 
 
+@dataclass(frozen=True)
+class _Check:
+    """Values that must be finite, `(steps, rows)`; outside the inner steps there is one step."""
+
+    places: tuple[int, ...]
+    quantity: str
+    values: Tensor
+    in_steps: bool
+
+    @property
+    def first_bad(self) -> tuple[int, int]:
+        step, row = torch.nonzero(~torch.isfinite(self.values))[0].tolist()
+        return step, row
+
+
 class MetaGradient:
     """A meta-gradient being summed up over groups of tasks, with what is known about the solves."""
 
@@ -103,7 +118,7 @@ class MetaGradient:
         self.nu: float | None = None
         self._device = problem.device
         self._sums: dict[str, Tensor] = {}
-        self._checks: list[tuple[tuple[int, ...], str, Tensor]] = []
+        self._checks: list[_Check] = []
 
     def add(self, rows: Params, weights: float | list[float], scale: Mapping[str, Tensor] | None = None) -> None:
         """gradient += scale ⊙ Σ_r w_r rows_r / num_tasks; one weight for all rows or one per nudge (rows are nudge by nudge)."""
@@ -123,7 +138,7 @@ class MetaGradient:
 
     def check(self, places: tuple[int, ...], quantity: str, values: Tensor) -> None:
         """Remember values that must be finite: `(steps, rows)`, or `(rows,)` for something outside the inner steps."""
-        self._checks.append((places, quantity, values if values.ndim == 2 else values.unsqueeze(0)))
+        self._checks.append(_Check(places, quantity, values if values.ndim == 2 else values.unsqueeze(0), values.ndim == 2))
 
     def record(self, inner: Inner, solution: Solution, *, share: float = 1.0) -> None:
         """Note a solve's residuals; `share` is its weight where one task is solved several times."""
@@ -188,19 +203,18 @@ class MetaGradient:
     def _raise_where_not_finite(self) -> None:
         if not self._checks:
             return
-        fine = torch.stack([torch.isfinite(values).all() for _, _, values in self._checks])
+        fine = torch.stack([torch.isfinite(check.values).all() for check in self._checks])
         if bool(fine.all()):
             return
-        bad = [check for check, ok in zip(self._checks, fine.tolist(), strict=True) if not ok]
-        # The earliest step tells where the trouble began.
-        step, row, places, quantity, steps = min(
-            (
-                (*torch.nonzero(~torch.isfinite(values))[0].tolist(), places, quantity, values.shape[0])
-                for places, quantity, values in bad
-            ),
-            key=lambda found: found[0],
-        )
-        when = f"at inner step {step}" if steps > 1 or "query" not in quantity else "after the inner steps"
+        first = fine.tolist().index(False)
+        # Checks come in the order of the computation, a solve's losses right before its gradients: of these two the earlier step counts.
+        candidates = [self._checks[first]]
+        if first + 1 < len(self._checks) and not fine[first + 1] and self._checks[first].in_steps and self._checks[first + 1].in_steps:
+            candidates.append(self._checks[first + 1])
+        check = min(candidates, key=lambda c: c.first_bad[0])
+        step, row = check.first_bad
+        quantity, places = check.quantity, check.places
+        when = f"at inner step {step}" if check.in_steps else "after the inner steps"
         raise NonFiniteError(
             f"The {quantity} of task {places[row % len(places)]} became NaN or Inf {when}. Usually the inner steps diverge: use a "
             "smaller lr in the solver or a larger lam. If it is step 0, look for NaN in the data or the model's parameters. "

@@ -141,16 +141,23 @@ class EvaluationReport:
                 yield f"{value}  ({self.tasks} {where}, {self.steps} steps{how}, 95 % confidence)"
 
     def _table(self) -> Iterator[str]:
-        norms = any(row.batch_norm for row in self.rows)
-        head = ["steps", *(["BatchNorm   "] if norms else []), "query loss        "]
-        head += ["accuracy        ", "worst decile"] if self.classification else []
-        yield "  ".join(head).rstrip()
-        for row in self.rows:
-            cells = [f"{row.steps:5d}", *([f"{row.batch_norm or '':12}"] if norms else []), f"{row.loss:8.4g} ± {row.loss_ci95:<7.2g}"]
-            if self.classification:
-                cells += [f"{row.accuracy:7.2%} ± {row.accuracy_ci95:6.2%}", f"{row.worst_decile:12.2%}"]
-            note = f"   {row.diverged} tasks diverged" if row.diverged else ""
-            yield "  ".join(cells).rstrip() + (" ← as trained" if row.steps == self.steps else "") + note
+        """One line per number of steps, the BatchNorm protocols side by side."""
+        protocols = list(dict.fromkeys(row.batch_norm for row in self.rows))
+        titles = "accuracy           worst decile      loss" if self.classification else "query loss        "
+        if protocols != [None]:
+            yield "       " + "   │ ".join(f"{f'BatchNorm {protocol}':{len(titles)}}" for protocol in protocols).rstrip()
+        yield "steps  " + "   │ ".join([titles] * len(protocols)).rstrip()
+        for steps in dict.fromkeys(row.steps for row in self.rows):
+            rows = [row for row in self.rows if row.steps == steps]
+            line = f"{steps:5d}  " + "   │ ".join(self._cells(row) for row in rows)
+            line += "   ← as trained" if steps == self.steps else ""
+            diverged = max(row.diverged for row in rows)
+            yield line.rstrip() + (f"   diverged on {diverged} of {self.tasks} tasks" if diverged else "")
+
+    def _cells(self, row: StepResult) -> str:
+        if not self.classification:
+            return f"{row.loss:8.4g} ± {row.loss_ci95:<7.2g}"
+        return f"{row.accuracy:7.2%} ± {row.accuracy_ci95:6.2%}   {row.worst_decile:12.2%}  {row.loss:8.4g}"
 
     def _class_lines(self) -> Iterator[str]:
         if not self.classes:
