@@ -32,7 +32,11 @@ def launch(world: int, *flags: str) -> list[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "metanudge", "train", *flags]
     return [
         subprocess.Popen(
-            command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for rank in range(world)
     ]

@@ -165,7 +165,14 @@ def test_nan_stops_before_the_update_and_keeps_the_last_good_state(tmp_path: Pat
 
 def test_weights_that_overflow_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(StopTraining, match="not finite after meta-step 1") as stopped:
-        go(tmp_path / "run", optimizer="sgd:lr=1e38", clip=1e30, eval_every=0, estimator="fomaml", solver="gradient_descent:lr=1e-9,steps=1")
+        go(
+            tmp_path / "run",
+            optimizer="sgd:lr=1e38",
+            clip=1e30,
+            eval_every=0,
+            estimator="fomaml",
+            solver="gradient_descent:lr=1e-9,steps=1",
+        )
     assert stopped.value.code == 4
     assert CheckpointStore(tmp_path / "run" / "checkpoints").list() == ()
 
