@@ -71,8 +71,8 @@ def omniglot_run(folder: Path) -> Path:
     root = omniglot_folder()
     if not (folder / "config.json").is_file():
         config = TrainConfig(
-            data="omniglot", ways=5, shots=5, queries=5, data_options=f"root={str(root)!r},rotations=false", model="conv4:channels=16",
-            lam=0.1, solver="gradient_descent:lr=0.1,steps=5", estimator="fomaml", optimizer="adam:lr=0.01", tasks=4, engine="inplace",
+            data="omniglot", ways=5, shots=5, queries=5, data_options=f"root={str(root)!r},rotations=false", model="conv4:channels=32",
+            lam=0.1, solver="gradient_descent:lr=0.1,steps=5", estimator="fomaml", optimizer="adam:lr=0.005", tasks=4, engine="inplace",
         )  # fmt: skip
         make_run(folder, config, iterations=40)
     return folder

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,20 @@ def test_the_same_twice(runs: Path, tmp_path: Path) -> None:
         assert main(["eval", str(runs / "vectors"), *flags]) == 0
     a, b = (json.loads((tmp_path / name).read_text()) for name in ("a", "b"))
     assert {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+def test_help_is_instant_because_it_does_not_load_torch() -> None:
+    script = """
+import sys
+from metanudge.cli import main
+for command in ("eval", "adapt", "data", "doctor"):
+    try:
+        main([command, "--help"])
+    except SystemExit as done:
+        assert done.code == 0
+sys.exit("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for example in ("metanudge eval runs/first", "metanudge adapt runs/omniglot --support few/", "metanudge data verify"):
+        assert example in done.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from metanudge.cli import main
 from metanudge.training import runs
 from metanudge.training.checkpoint import CheckpointError, CheckpointStore

@@ -176,7 +176,7 @@ def test_the_models_are_what_they_are_for():
 @pytest.mark.parametrize("model", ALL_MODELS)
 @pytest.mark.parametrize("stencil", ["symmetric", "forward", "five-point"])
 def test_loss_nudge_needs_three_copies(model: str, stencil: str):
-    """θ, the displacement and the accumulating meta-gradient, over a training step on the same data: support and query gradients added up."""
+    """θ, displacement and accumulating meta-gradient, over a training step on the same data (both gradients added up)."""
     setup = ALL_MODELS[model](2)
     peak = peak_of(setup, mn.FOBMAML(stencil=stencil), steps=3)
     allowed = training_step_peak(setup, accumulate=True) + 3 * trainable_bytes(setup.model)

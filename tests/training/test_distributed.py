@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from metanudge.training import runs
 from metanudge.training.distributed import Group
 from training.test_resume import finish, lines
@@ -96,7 +97,8 @@ def children(parent: int) -> list[int]:
 def test_torchrun_restarts_after_the_kill_of_one_rank_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     flags = [flag if flag != "20" else "60" for flag in FLAGS]
     whole = launch(2, *flags, "--out", str(tmp_path / "whole"))
-    assert [finish(process) and process.returncode for process in whole] == [0, 0]
+    outputs = [finish(process) for process in whole]
+    assert [process.returncode for process in whole] == [0, 0], outputs
     run = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--standalone"]
     launcher = subprocess.Popen(

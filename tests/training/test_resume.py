@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from metanudge.training import runs
 from metanudge.training.checkpoint import CheckpointError
 from metanudge.training.errors import StopTraining, UserError
@@ -136,6 +137,7 @@ def test_resuming_with_another_configuration_is_refused_by_name(tmp_path: Path, 
 
 def test_a_model_whose_code_changed_is_refused_with_the_tensors_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
+
     from metanudge import models
 
     go(tmp_path / "run")

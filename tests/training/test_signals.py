@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from metanudge.training.signals import StopRequest
 from training.test_resume import finish, lines, start
 

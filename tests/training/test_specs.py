@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import metanudge as mn
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import metanudge as mn
 from metanudge.training import specs
 from metanudge.training.errors import UserError
 

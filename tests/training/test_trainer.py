@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import metanudge as mn
 import pytest
 import torch
+from rich.console import Console
+
+import metanudge as mn
 from metanudge.tasks import Episodes
 from metanudge.training import runs
 from metanudge.training.checkpoint import CheckpointStore
@@ -20,11 +22,10 @@ from metanudge.training.errors import StopTraining, UserError
 from metanudge.training.metrics import read_metrics
 from metanudge.training.progress import ConsoleReporter, Quiet
 from metanudge.training.trainer import train
-from rich.console import Console
 
 TINY = TrainConfig(
     "sinusoid", shots=4, queries=4, model="mlp:hidden=(6,),activation=tanh", solver="gradient_descent:lr=0.05,steps=2", tasks=3,
-    iterations=8, eval_every=4, eval_tasks=4, test_tasks=6, checkpoint_every=3, device="cpu",
+    iterations=8, eval_every=4, eval_tasks=4, test_tasks=6, checkpoint_every=3, metrics_every=1, device="cpu",
 )  # fmt: skip
 
 
@@ -108,6 +109,16 @@ def test_the_loop_is_the_users_own_loop(tmp_path: Path) -> None:
         assert torch.equal(parameter, trained.model.get_parameter(name))
 
 
+def test_measuring_seldom_changes_what_is_measured_not_what_is_learned(tmp_path: Path) -> None:
+    go(tmp_path / "often")
+    go(tmp_path / "seldom", metrics_every=3)
+    often, seldom = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("often", "seldom"))
+    assert [row["step"] for row in seldom if "query_loss" in row] == [1, 3, 6, 8]
+    for full, sparse in zip(often, seldom, strict=True):
+        assert sparse == {name: full[name] for name in sparse}
+    assert fingerprint(tmp_path / "often")[1:3] == fingerprint(tmp_path / "seldom")[1:3]
+
+
 def test_the_cosine_schedule_falls_to_zero(tmp_path: Path) -> None:
     go(tmp_path / "run", schedule="cosine", optimizer="sgd:lr=0.01", test_tasks=0)
     rates = [row["lr"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
@@ -187,7 +198,7 @@ def test_out_of_memory_halves_the_chunk_and_goes_on(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(mn.MetaLearner, "meta_gradient", limited)
     said = go(tmp_path / "run")
-    assert ["6 solves", "3 solves"] == [word for word in ("6 solves", "3 solves") if any(word in note for note in said.notes)]
+    assert [word for word in ("6 solves", "3 solves") if any(word in note for note in said.notes)] == ["6 solves", "3 solves"]
     assert said.steps == list(range(1, 9))
     assert CheckpointStore(tmp_path / "run" / "checkpoints").load().state["chunk"] == 1
 

@@ -35,8 +35,8 @@ class FOBMAML:
         nudge: `"loss"`, ν f as in the paper: every inner step also needs a query gradient. `"gradient"`, ν⟨∇f(φ_0), φ⟩: the same
             derivative at ν = 0 with one query gradient per task, at the price of one more solve (for φ_0).
         start: where nudged solves start. `"theta"` as in the paper; aims at the implicit gradient. `"shifted"`: at θ − ν∇f(φ_0)/λ;
-            with the gradient nudge this differentiates the K-step adaptation (for K = 1 it is MAML's gradient). `"solution"`: at the
-            un-nudged φ_0; K more steps from there.
+            with the gradient nudge this differentiates the K-step adaptation (for K = 1 and a scalar λ it is MAML's gradient).
+            `"solution"`: at the un-nudged φ_0; K more steps from there.
         unshrink: K steps from θ or φ_0 reach only part of the nudge's effect, 1 − (1 − αλ)^K of it where the support loss is flat:
             the estimate is that much too small. True divides the factor out. Adam does not care; SGD does.
 

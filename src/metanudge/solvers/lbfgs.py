@@ -16,7 +16,7 @@ class LBFGS:
     """Quasi-Newton solves to high precision with plain gradients: the solver for exact meta-gradients of smooth models.
 
     Args:
-        steps: largest number of iterations of a round. The first round uses a strong-Wolfe line search; near the solution the
+        steps: largest number of iterations. A first round uses a strong-Wolfe line search; near the solution the
             decrease of g drowns in its rounding and that search gives up, so rounds of full quasi-Newton steps, which need the
             gradient only, follow as long as they help.
         tol: stop once ‖∇g‖ is at most this.
@@ -25,7 +25,7 @@ class LBFGS:
     Cost: one to two gradients per iteration, each task on its own; memory of `2 × history` copies of φ.
     """
 
-    steps: int = 100
+    steps: int = 200
     tol: float = 1e-10
     history: int = 20
 
@@ -43,18 +43,20 @@ class LBFGS:
         trace = Trace(oracle)
         residual = float(trace.record(*oracle.gradient(d)))
         iterations = 0
-        line_search: str | None = "strong_wolfe"
-        while self.tol < residual < float("inf"):
+        searching = True
+        while iterations < self.steps and self.tol < residual < float("inf"):
             moved = {n: leaf.clone() for n, leaf in d.items()}
-            iterations += self._round(oracle, moved, residual, trace, line_search)
+            taken = self._round(oracle, moved, residual, trace, self.steps - iterations, "strong_wolfe" if searching else None)
+            iterations += taken
             reached = float(trace.record(*oracle.gradient(moved)))
-            if not reached < residual:
+            # A line search goes downhill whatever the gradient's norm does; full steps must show that they help.
+            if not (searching or reached < residual) or taken == 0:
                 trace.record(*oracle.gradient(d))  # what is reported last must belong to the point that is returned
                 break
-            d, residual, line_search = moved, reached, None
+            d, residual, searching = moved, reached, False
         return trace.solution(d, torch.tensor([iterations], device=next(iter(d.values())).device))
 
-    def _round(self, oracle: Oracle, d: Params, residual: float, trace: Trace, line_search: str | None) -> int:
+    def _round(self, oracle: Oracle, d: Params, residual: float, trace: Trace, steps: int, line_search: str | None) -> int:
         """One run of torch's L-BFGS that overwrites d; returns its iterations.
 
         torch measures curvature and steps against absolute constants (⟨y, s⟩ > 1e-10), so it is given the problem in units in which
@@ -65,7 +67,7 @@ class LBFGS:
         optimizer = torch.optim.LBFGS(
             units,
             lr=1.0,
-            max_iter=self.steps,
+            max_iter=steps,
             history_size=self.history,
             tolerance_grad=0.1 * self.tol / residual,  # torch looks at the largest component, we at the norm
             tolerance_change=0.0,

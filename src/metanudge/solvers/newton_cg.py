@@ -53,6 +53,8 @@ class NewtonCG:
                 break  # no row can get lower in this precision
             d = select(active & moved, d_moved, d)
             steps += active & moved
+        else:
+            trace.record(*oracle.gradient(d))  # the residual reported belongs to the point returned
         assert steps is not None
         return trace.solution(d, steps)
 

@@ -129,8 +129,5 @@ class TorchOptimizer:
 
     @property
     def _needs_closure(self) -> bool:
-        step = getattr(self.optimizer, "step", None)
-        if step is None:
-            return False
-        closure = inspect.signature(step).parameters.get("closure")
+        closure = inspect.signature(type(self.build([torch.zeros(1, 1)])).step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty

@@ -42,7 +42,7 @@ def learning_curve(rows: Sequence[dict[str, Any]], file: Path, *, title: str, te
     figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    window = max(1, len(rows) // 30)
+    window = max(1, len(column(f"query_{quantity}")[0]) // 30)
     for key, color, label in (
         (f"query_{quantity}_before", _BEFORE, "before adaptation"),
         (f"query_{quantity}", _AFTER, "after adaptation"),
@@ -62,7 +62,7 @@ def learning_curve(rows: Sequence[dict[str, Any]], file: Path, *, title: str, te
     axes.set_ylabel("query accuracy (%)" if percent else "query loss")
     if percent:
         axes.set_ylim(0, 102)
-    elif all(row.get("query_loss", 1) is None or row.get("query_loss", 1) > 0 for row in rows):
+    elif all(value > 0 for key in ("query_loss", "query_loss_before", "val_loss") for value in column(key)[1]):
         axes.set_yscale("log")
     axes.grid(color=_FAINT, linewidth=0.6)
     axes.set_axisbelow(True)

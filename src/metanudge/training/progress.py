@@ -64,6 +64,7 @@ class ConsoleReporter:
         self._pace = Pace()
         self._total = 0
         self._last_line = 0.0
+        self._measured: dict[str, Any] = {}
 
     def begin(self, facts: Sequence[tuple[str, str]], *, total: int, done: int) -> None:
         """The facts as a small table, then the bar."""
@@ -83,6 +84,8 @@ class ConsoleReporter:
     def step(self, done: int, values: dict[str, Any]) -> None:
         """Move the bar; without a terminal, print a line every few seconds and at every validation."""
         self._pace.tick()
+        self._measured |= {name: value for name, value in values.items() if name.startswith("query_")}
+        values = self._measured | values  # not every meta-step measures them
         text = f"{self._pace.describe(self._total - done)} · {describe(values)}"
         if self._live is not None and self._bar is not None:
             self._live.update(self._bar, completed=done, news=_escape(text))
@@ -146,7 +149,7 @@ def clock(seconds: float) -> str:
 
 def describe(values: dict[str, Any]) -> str:
     """The values of a meta-step in one line."""
-    parts = [f"loss {values['query_loss']:.3g}"]
+    parts = [f"loss {values['query_loss']:.3g}"] if _given(values, "query_loss") else []
     if _given(values, "query_accuracy"):
         parts.append(f"accuracy {values['query_accuracy']:.1%}")
     parts.append(f"residual {values['residual']:.2g}")

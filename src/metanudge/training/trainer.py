@@ -341,7 +341,8 @@ class Trainer:
             batch = self.source.batch(range(self.step * tasks + own.start, self.step * tasks + own.stop))
             try:
                 gradient, stats = self._with_memory(
-                    lambda: self.learner.meta_gradient(batch, seed=seed, first=own.start), rows=len(own) * self.learner.estimator.width
+                    partial(self.learner.meta_gradient, batch, metrics=self._measured, seed=seed, first=own.start),
+                    rows=len(own) * self.learner.estimator.width,
                 )
             except NonFiniteError as error:
                 failure = error
@@ -378,7 +379,15 @@ class Trainer:
     def _values(self, stats: Stats | None, means: dict[str, float]) -> dict[str, Any]:
         self._watch_divergence(means["residual"] > means["residual_start"])
         rest = {"nu": stats.nu, "error": stats.error, "gradient_norm": stats.gradient_norm} if stats is not None else {}
+        if not self._measured:
+            means = {name: value for name, value in means.items() if not name.startswith("query_")}
         return {"step": self.step + 1, **means, **rest}
+
+    @property
+    def _measured(self) -> bool:
+        """Whether this meta-step also measures query loss and accuracy: the first, the last and every so many."""
+        number = self.step + 1
+        return number in (1, self.config.iterations) or number % self.config.metrics_every == 0
 
     def _set_lr(self) -> None:
         if self.config.schedule == "cosine":
