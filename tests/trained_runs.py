@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from metanudge.tasks import Omniglot
@@ -102,9 +101,3 @@ def write_images(root: Path, classes: list[str], each: int, *, size: int = 20, s
         for n in range(each):
             Image.fromarray(rng.integers(0, 256, (size, size), dtype=np.uint8)).save(root / name / f"{n}.png")
     return root
-
-
-def seeded_logits(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Outputs without gradients."""
-    with torch.no_grad():
-        return model(x)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from metanudge.cli import main
 from metanudge.training import runs
@@ -34,8 +35,7 @@ def call(*arguments: str) -> int:
     try:
         return main(list(arguments))
     except SystemExit as left:  # how the flag parser leaves
-        assert isinstance(left.code, int)
-        return left.code
+        return left.code if isinstance(left.code, int) else -1
 
 
 def tree(folder: Path) -> list[str]:
@@ -44,7 +44,10 @@ def tree(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["trian"], ["train", "--iteratons", "3"]])
 def test_help_and_flag_errors_load_no_torch(arguments: list[str]) -> None:
-    code = "import sys\nfrom metanudge.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\nsys.exit('torch' in sys.modules)"
+    code = (
+        "import sys\nfrom metanudge.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\nsys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code, *arguments], check=False, capture_output=True).returncode == 0
 
 
@@ -84,6 +87,14 @@ def test_your_own_data_from_a_folder_and_a_csv(here: Path) -> None:
     assert call("train", "flowers.csv", "--data-options", "label=species,splits=(0.5,0.25,0.25)", *few, *TINY, "--out", "csv") == 0
     assert Path(runs.read_config(here / "csv").data).is_absolute()
     assert runs.load("csv").source.input_shape == (2,)
+    for name in "abcdefghijkl":
+        (here / "photos" / name).mkdir(parents=True)
+        for number in range(3):
+            pixels = torch.randint(0, 256, (20, 20), generator=draw, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(here / "photos" / name / f"{number}.png")
+    options = "image_size=16,splits=(0.5,0.25,0.25)"
+    assert call("train", "photos", "--data-options", options, *few, *TINY[2:], "--out", "images") == 0
+    assert runs.read_config(here / "images").model == "conv4"
 
 
 def bad_data(here: Path) -> None:

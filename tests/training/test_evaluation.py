@@ -15,8 +15,9 @@ import metanudge as mn
 from metanudge.models import MLP, Conv1D
 from metanudge.tasks import MNIST1D, Labelled, Sinusoid
 from metanudge.training import evaluation, runs
+from metanudge.training.config import TrainConfig
 from metanudge.training.evaluation import episode_classes, evaluate_run, evaluate_tasks, plot_steps, with_support_statistics
-from trained_runs import vector_run, vector_table
+from trained_runs import make_run, vector_run, vector_table
 
 
 @pytest.fixture
@@ -189,6 +190,18 @@ def test_a_run(tmp_path: Path) -> None:
     assert {c.name for c in report.classes} <= set(run.source.classes("test"))
     plot_steps(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+def test_a_run_with_bf16_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path / "cache"))
+    config = TrainConfig("mnist1d", data_options="num_samples=1000", model="conv1d:channels=4", queries=5, precision="bf16")
+    run = runs.load(make_run(tmp_path / "run", config))
+    report = evaluate_run(run, tasks=3, steps=[0])
+    assert all(math.isfinite(row.loss) for row in report.rows)
+    task = run.source.task(0, "test")
+    with run.precision():
+        frozen = with_support_statistics(run.learner.adapt(task.support), task.support[0])
+    assert all(value.dtype == torch.float32 for name, value in frozen.named_buffers() if "running" in name)
 
 
 def test_mistakes_are_explained(learner: mn.MetaLearner, source: MNIST1D) -> None:

@@ -24,8 +24,9 @@ from training.test_trainer import TINY, fingerprint, go
 
 KILLS = 10 if os.environ.get("METANUDGE_SLOW") else 3
 FLAGS = [
-    "sinusoid", "--shots", "4", "--queries", "4", "--model", "mlp:hidden=(6,),activation=tanh", "--solver", "gradient_descent:lr=0.05,steps=2",
-    "--tasks", "3", "--iterations", "80", "--eval-every", "20", "--eval-tasks", "4", "--test-tasks", "6", "--checkpoint-every", "7",
+    "sinusoid", "--shots", "4", "--queries", "4", "--model", "mlp:hidden=(6,),activation=tanh", "--tasks", "3", "--iterations", "80",
+    "--solver", "gradient_descent:lr=0.05,steps=2", "--eval-every", "20", "--eval-tasks", "4", "--test-tasks", "6",
+    "--checkpoint-every", "7",
 ]  # fmt: skip
 
 
@@ -123,6 +124,7 @@ def test_a_moved_run_resumes_where_it_is(tmp_path: Path) -> None:
         ({"seed": 5}, ["--seed", "0", "5"]),
         ({"estimator": "fomaml", "lam": 3.0}, ["--estimator", "fomaml", "--lam"]),
         ({"iterations": 4}, ["--iterations", "8"]),
+        ({"out": "elsewhere"}, ["--out elsewhere", "--resume"]),
     ],
 )
 def test_resuming_with_another_configuration_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
@@ -142,7 +144,7 @@ def test_a_model_whose_code_changed_is_refused_with_the_tensors_that_differ(tmp_
 
     go(tmp_path / "run")
     monkeypatch.setitem(models.MODELS, "mlp", lambda hidden, activation: torch.nn.Sequential(torch.nn.Linear(1, 1)))
-    with pytest.raises(UserError, match="model has changed.*0.bias"):
+    with pytest.raises(UserError, match=r"model has changed.*0\.bias"):
         train(runs.read_config(tmp_path / "run"), resume=tmp_path / "run", reporter=Quiet())
 
 

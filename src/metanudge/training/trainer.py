@@ -103,6 +103,7 @@ def _train(config: TrainConfig, resume: Path | None, group: Group, stop: StopReq
         load_weights(learner, plan.checkpoint)
         optimizer.load_state_dict(plan.checkpoint.state["optimizer"])
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     with precision(config, device):
@@ -126,6 +127,10 @@ def _plan(config: TrainConfig, resume: Path | None, group: Group) -> Plan:
         if resume.parent.name == CHECKPOINTS and not (resume / CONFIG).exists():
             resume, chosen = resume.parent.parent, resume.name
         saved = read_config(resume)
+        if config.out not in (None, saved.out):
+            raise UserError(
+                f"--out {config.out} and --resume {resume} contradict each other: a run goes on where it is. Leave --out out."
+            )
         return Plan(resume, saved, _checkpoint(resume, chosen))
     folder = Path(config.out).expanduser() if config.out else _default_folder(config, group)
     if not folder.exists() or (folder.is_dir() and not _contents(folder)):
