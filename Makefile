@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 
 .PHONY: run test check format bench docs clean
 
-run: $(READY)  ## the main job
-	$(BIN)/python examples/quadratic.py --out runs/quadratic
+run: $(READY)  ## the main job: meta-train a few-shot learner on MNIST-1D and test it
+	$(BIN)/metanudge train mnist1d
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest

@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 import metanudge as mn
 from metanudge.models import MLP, Conv1D
 from metanudge.tasks import MNIST1D, Labelled, Sinusoid
-from metanudge.training import evaluation, runs
+from metanudge.training import runs
 from metanudge.training.config import TrainConfig
-from metanudge.training.evaluation import episode_classes, evaluate_run, evaluate_tasks, plot_steps, with_support_statistics
+from metanudge.training.evaluation import episode_classes, evaluate_run, evaluate_tasks, measure, plot_steps, with_support_statistics
 from trained_runs import make_run, vector_run, vector_table
 
 
@@ -176,7 +176,7 @@ def test_batches_do_not_change_the_result(learner: mn.MetaLearner, source: MNIST
     batch = source.batch(range(7), "test")
     seen: list[tuple[int, int | None]] = []
     whole = evaluate_tasks(learner, batch)
-    monkeypatch.setattr(evaluation, "TASKS_AT_ONCE", 3)
+    monkeypatch.setattr(measure, "TASKS_AT_ONCE", 3)
     parts = evaluate_tasks(learner, batch, progress=lambda done, total: seen.append((done, total)))
     assert parts.task_accuracies == whole.task_accuracies
     assert seen[-1] == (7, 7)

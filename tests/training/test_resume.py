@@ -37,7 +37,7 @@ def start(*flags: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=240)
     return output
 
 

@@ -102,7 +102,7 @@ def test_a_prediction_does_not_depend_on_the_other_files(pictures: Path) -> None
 def test_files_are_read_a_few_at_a_time(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classifier = adapt(pictures / "run", pictures / "few")
     expected = [p.label for p in classifier.predict(pictures / "many")]
-    monkeypatch.setattr(use, "FILES_AT_ONCE", 3)
+    monkeypatch.setattr(use.classifier, "FILES_AT_ONCE", 3)
     assert [p.label for p in classifier.predict(pictures / "many")] == expected
 
 

@@ -6,7 +6,7 @@ with NumPy, and one gather.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -115,6 +115,20 @@ class ClassEpisodes(Episodes):
         check_split(split)
         return self._pools[split].names if split in self._pools else ()
 
+    def episode_classes(self, indices: Iterable[int], split: Split = "train") -> list[tuple[str, ...]]:
+        """For each episode the names of its classes, in the order of their labels; draws no examples.
+
+        Example:
+            >>> from metanudge.tasks import Labelled
+            >>> animals = ["ant", "ant", "bee", "bee", "cat", "cat"]
+            >>> source = Labelled(torch.arange(6), animals, ways=2, shots=1, queries=1, splits=(1.0, 0.0, 0.0))
+            >>> [names] = source.episode_classes([3])
+            >>> [animals[int(row)] for row in source.task(3).support[0]] == list(names)
+            True
+        """
+        drawn = self._classes(self._keys(indices, split), split)
+        return [tuple(self._pools[split].names[c] for c in classes) for classes in drawn]
+
     def _problem(self, split: Split) -> str | None:
         """Why no task can be drawn from a split, or None when all is well."""
         names = self.classes(split)
@@ -136,12 +150,16 @@ class ClassEpisodes(Episodes):
             )
         return None
 
-    def _rows(self, keys: Keys, split: Split) -> NDArray[np.int64]:
-        """Which rows each episode uses: `(num_tasks, ways, shots + queries)`, support first."""
+    def _classes(self, keys: Keys, split: Split) -> NDArray[np.int64]:
+        """Which classes of the pool each episode is made of: `(num_tasks, ways)`, in the order of the labels."""
         if problem := self._problems[split]:
             raise ValueError(problem)
-        pool = self._pools[split]
-        classes = choose(fork(keys, np.array([0])), np.array([len(pool.names)]), self.ways, limit=len(pool.names))
+        size = len(self._pools[split].names)
+        return choose(fork(keys, np.array([0])), np.array([size]), self.ways, limit=size)
+
+    def _rows(self, keys: Keys, split: Split) -> NDArray[np.int64]:
+        """Which rows each episode uses: `(num_tasks, ways, shots + queries)`, support first."""
+        classes, pool = self._classes(keys, split), self._pools[split]
         places = choose(
             fork(keys[:, None], np.arange(1, self.ways + 1)),
             pool.counts[classes],

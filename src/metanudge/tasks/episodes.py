@@ -104,10 +104,7 @@ class Episodes(ABC):
             >>> len(Sinusoid().batch(range(10, 14)))
             4
         """
-        check_split(split)
-        numbers = _as_indices(indices)
-        keys = episode_keys(root_key(self.seed, SPLITS.index(split)), numbers)
-        return TaskBatch(*self._draw(keys, split))
+        return TaskBatch(*self._draw(self._keys(indices, split), split))
 
     def task(self, index: int, split: Split = "train") -> Task:
         """One episode."""
@@ -146,6 +143,11 @@ class Episodes(ABC):
             if isinstance(value, Tensor):
                 setattr(moved, name, value.to(device))
         return moved
+
+    def _keys(self, indices: Iterable[int], split: Split) -> Keys:
+        """The key of each episode, from which everything about it is drawn."""
+        check_split(split)
+        return episode_keys(root_key(self.seed, SPLITS.index(split)), _as_indices(indices))
 
     def __repr__(self) -> str:
         sizes = [len(self.classes(split)) for split in SPLITS]

@@ -32,7 +32,7 @@ def read_folder(path: str | os.PathLike[str], *, image_size: int | tuple[int, in
         if not files:
             raise ValueError(f"The class folder {folder} is empty. Put examples into it or remove it.")
         for file in files:
-            example = _read_file(file, size=size, grey=grey)
+            example = read_file(file, size=size, grey=grey)
             first = first or file
             if examples and example.shape != examples[0].shape:
                 raise ValueError(
@@ -44,7 +44,17 @@ def read_folder(path: str | os.PathLike[str], *, image_size: int | tuple[int, in
     return torch.stack(examples), labels
 
 
-def _read_file(file: Path, *, size: tuple[int, int] | None, grey: bool) -> Tensor:
+def read_file(file: Path, *, size: tuple[int, int] | None, grey: bool) -> Tensor:
+    """One example: an image as uint8 `(channels, height, width)`, or the array of numbers that the file holds.
+
+    Args:
+        file: an image, .npy, .npz with one array, or .csv with one vector of numbers.
+        size: (height, width) that an image is resized to; None leaves it as it is.
+        grey: an image gets one channel instead of three.
+
+    Raises:
+        ValueError: the file is a folder, or none of these; the message names it.
+    """
     if file.is_dir():
         raise ValueError(f"{file} is a folder inside a class folder. Give a folder with exactly one level of classes.")
     readers = {".npy": _read_array, ".npz": _read_array, ".csv": _read_numbers}

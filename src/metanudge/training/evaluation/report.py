@@ -1,0 +1,142 @@
+"""What an evaluation found, and how it is printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+BatchNormProtocol = Literal["transductive", "inductive"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Results after some number of adaptation steps, over all tasks.
+
+    Attributes:
+        steps: adaptation steps taken; 0 is the initialisation itself.
+        batch_norm: how BatchNorm layers normalised the queries; None for a model without them.
+        loss, loss_ci95: mean query loss and the half-width of its 95 % confidence interval over tasks.
+        accuracy, accuracy_ci95: the same for the accuracy; NaN for regression.
+        worst_decile: mean accuracy over the tenth of the tasks that went worst.
+        diverged: tasks whose outputs were not finite; their examples count as wrong, and their loss is left out.
+    """
+
+    steps: int
+    batch_norm: BatchNormProtocol | None
+    loss: float
+    loss_ci95: float
+    accuracy: float
+    accuracy_ci95: float
+    worst_decile: float
+    diverged: int
+
+
+@dataclass(frozen=True)
+class ClassAccuracy:
+    """Accuracy on the query examples of one class, over all the tasks it occurred in."""
+
+    name: str
+    accuracy: float
+    examples: int
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """What `evaluate_run` and `evaluate_tasks` found; `str` of it is a table.
+
+    Attributes:
+        tasks: number of tasks.
+        split: the split they were drawn from, if from a source.
+        steps: the solver's own number of steps, at which `accuracy`, `classes` and `task_accuracies` are taken.
+        rows: one per number of steps and BatchNorm protocol.
+        classes: per class, worst first; empty for regression. By place in the episode ("label 0") where classes have no names.
+        task_accuracies, task_losses: per task, for comparisons of two learners task by task.
+        seconds: how long it took.
+    """
+
+    tasks: int
+    split: str | None
+    steps: int
+    rows: tuple[StepResult, ...]
+    classes: tuple[ClassAccuracy, ...]
+    task_accuracies: tuple[float, ...]
+    task_losses: tuple[float, ...]
+    seconds: float
+
+    def at(self, steps: int, batch_norm: BatchNormProtocol | None = None) -> StepResult:
+        """The row for a number of steps; of a BatchNorm model the transductive one unless `batch_norm` says otherwise."""
+        for row in self.rows:
+            if row.steps == steps and batch_norm in (None, row.batch_norm):
+                return row
+        known = sorted({row.steps for row in self.rows})
+        raise ValueError(f"There is no result for steps={steps}, batch_norm={batch_norm!r}. Steps measured: {known}.")
+
+    @property
+    def main(self) -> StepResult:
+        """The row at the solver's own number of steps."""
+        return self.at(self.steps)
+
+    @property
+    def classification(self) -> bool:
+        """Whether accuracies mean anything."""
+        return not math.isnan(self.main.accuracy)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready values; NaN becomes None."""
+        plain: dict[str, Any] = _without_nan(dataclasses.asdict(self))
+        return plain
+
+    def __str__(self) -> str:
+        return "\n".join([*self._headline(), "", *self._table(), *self._class_lines()])
+
+    def _headline(self) -> Iterator[str]:
+        where = f"{self.split} tasks" if self.split else "tasks"
+        for row in self.rows:
+            if row.steps == self.steps:
+                how = f", BatchNorm {row.batch_norm}" if row.batch_norm else ""
+                value = (
+                    f"accuracy {row.accuracy:.2%} ± {row.accuracy_ci95:.2%}, worst decile {row.worst_decile:.2%}"
+                    if self.classification
+                    else f"query loss {row.loss:.4g} ± {row.loss_ci95:.2g}"
+                )
+                yield f"{value}  ({self.tasks} {where}, {self.steps} steps{how}, 95 % confidence)"
+
+    def _table(self) -> Iterator[str]:
+        """One line per number of steps, the BatchNorm protocols side by side."""
+        protocols = list(dict.fromkeys(row.batch_norm for row in self.rows))
+        titles = "accuracy           worst decile      loss" if self.classification else "query loss        "
+        if protocols != [None]:
+            yield "       " + "   │ ".join(f"{f'BatchNorm {protocol}':{len(titles)}}" for protocol in protocols).rstrip()
+        yield "steps  " + "   │ ".join([titles] * len(protocols)).rstrip()
+        for steps in dict.fromkeys(row.steps for row in self.rows):
+            rows = [row for row in self.rows if row.steps == steps]
+            line = f"{steps:5d}  " + "   │ ".join(self._cells(row) for row in rows)
+            line += "   ← as trained" if steps == self.steps else ""
+            diverged = max(row.diverged for row in rows)
+            yield line.rstrip() + (f"   diverged on {diverged} of {self.tasks} tasks" if diverged else "")
+
+    def _cells(self, row: StepResult) -> str:
+        if not self.classification:
+            return f"{row.loss:8.4g} ± {row.loss_ci95:<7.2g}"
+        return f"{row.accuracy:7.2%} ± {row.accuracy_ci95:6.2%}   {row.worst_decile:12.2%}  {row.loss:8.4g}"
+
+    def _class_lines(self) -> Iterator[str]:
+        if not self.classes:
+            return
+        shown = self.classes if len(self.classes) <= 10 else (*self.classes[:5], None, *self.classes[-3:])
+        width = max(len(c.name) for c in shown if c)
+        yield ""
+        yield f"accuracy by class, worst first ({len(self.classes)} classes)"
+        for c in shown:
+            yield f"  {c.name:{width}}  {c.accuracy:7.2%}  of {c.examples} examples" if c else "  …"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,96 @@
+"""`Classifier`: a model adapted to the classes of a support set."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from metanudge.training.use.examples import examples_to_label, explained
+from metanudge.training.use.export import PROGRAM, WEIGHTS, has_batch_norm, save_program, save_weights
+from metanudge.training.use.files import DESCRIPTION, new_folder
+from metanudge.training.use.predictions import Prediction
+from metanudge.training.use.preprocessing import Preprocessing
+from metanudge.version import __version__
+
+FILES_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A model adapted to the classes of a support set; made by `adapt`.
+
+    Attributes:
+        model: an ordinary module in evaluation mode, inputs in, logits out.
+        classes: class names in the order of the outputs.
+        preprocessing: how files become inputs.
+        support: the inputs it was adapted on.
+        counts: support examples per class.
+    """
+
+    model: nn.Module
+    classes: tuple[str, ...]
+    preprocessing: Preprocessing
+    support: Tensor
+    counts: tuple[int, ...]
+
+    @property
+    def looks_inverted(self) -> bool:
+        """Whether an Omniglot learner was shown light ink on dark paper."""
+        return self.preprocessing.invert and float(self.support.mean()) > 0.5
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """`(n, classes)` for preprocessed inputs `(n, *input_shape)`."""
+        with torch.no_grad():
+            logits: Tensor = self.model(inputs.to(self.support.device))
+        return logits
+
+    def predict(self, path: str | os.PathLike[str]) -> Iterator[Prediction]:
+        """Predictions for a folder of files (flat or nested), a single file or a table, in the order of the sorted names.
+
+        Files are read a few at a time, as the predictions are asked for. Hidden files are passed over.
+        """
+        with explained():
+            examples = examples_to_label(Path(path), self.preprocessing, self.classes)
+            while part := list(islice(examples, FILES_AT_ONCE)):
+                raw = torch.stack([example for _, _, example in part])
+                chances = self.logits(self.preprocessing.tensor(raw)).double().softmax(1).cpu()
+                for (file, truth, _), row in zip(part, chances, strict=True):
+                    best = int(row.argmax())
+                    yield Prediction(file, self.classes[best], float(row[best]), tuple(row.tolist()), truth)
+
+    def export(self, folder: str | os.PathLike[str], *, program: bool = True, overwrite: bool = False) -> Path:
+        """Write the adapted model to a new folder; what was written is read again and checked before it gets its name.
+
+        - `model.safetensors`: the state_dict.
+        - `model.json`: class names, preprocessing, and what made it.
+        - `program.pt2`: a `torch.export` program (any batch size), which runs without metanudge and without the model's code. Its
+          logits equal the model's to 1e-5.
+
+        Args:
+            folder: where to; must not exist.
+            program: write the program; turn this off for models that `torch.export` cannot trace.
+            overwrite: replace an exported model that is there already.
+        """
+        with new_folder(Path(folder), overwrite=overwrite, mark=DESCRIPTION) as temporary:
+            save_weights(self.model, temporary / WEIGHTS)
+            if program:
+                save_program(self.model, temporary / PROGRAM, inputs=self.support)
+            description = {
+                "format": "metanudge adapted model 1",
+                "metanudge": __version__,
+                "torch": torch.__version__,
+                "classes": list(self.classes),
+                "support_examples": dict(zip(self.classes, self.counts, strict=True)),
+                "batch_norm": "statistics of the support set" if has_batch_norm(self.model) else None,
+                "outputs": "logits, one per class in this order; softmax gives probabilities",
+                "preprocessing": asdict(self.preprocessing),
+            }
+            (temporary / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return Path(folder)

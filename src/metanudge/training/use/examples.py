@@ -1,0 +1,71 @@
+"""Reading examples: a support set with its labels, and the files that are to be labelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from metanudge.tasks.read_folder import read_file, read_folder
+from metanudge.training.errors import UserError
+from metanudge.training.use.preprocessing import Preprocessing
+from metanudge.training.use.tables import header, is_table, read_table
+
+
+def read_support(path: Path, how: Preprocessing) -> tuple[Tensor, list[str], Preprocessing]:
+    """Raw examples, their labels, and the preprocessing with the table's columns filled in."""
+    if is_table(path) and path.is_file():
+        columns = tuple(c for c in header(path, how.delimiter) if c != how.label) if how.columns is None else how.columns
+        values, names = read_table(path, how, with_label=True)
+        how.check(values, path)
+        return values, names, replace(how, columns=columns)
+    if not path.is_dir():
+        raise UserError(f"--support {path} is neither a folder nor a .csv table. Give a folder with one sub-folder per class.")
+    raw, names = read_folder(path, image_size=how.image_size, grey=how.grey)
+    how.check(raw, f"--support {path}")
+    return raw, names, how
+
+
+def examples_to_label(path: Path, how: Preprocessing, classes: Sequence[str]) -> Iterator[tuple[str, str | None, Tensor]]:
+    """Name, true class if known, and raw tensor of every example."""
+    if is_table(path) and path.is_file():
+        yield from _rows(path, how, classes)
+        return
+    if not path.exists():
+        raise UserError(f"--predict {path} does not exist. Give a folder of files, one file, or a .csv table.")
+    files = [path] if path.is_file() else _visible_files(path)
+    if not files:
+        raise UserError(f"--predict {path} holds no files. Put the files to be labelled into it.")
+    root = path.parent if path.is_file() else path
+    for file in files:
+        raw = read_file(file, size=how.image_size, grey=how.grey)
+        how.check(raw[None], file)
+        truth = file.parent.name if file.parent != root and file.parent.name in classes else None
+        yield file.relative_to(root).as_posix(), truth, raw
+
+
+def _rows(path: Path, how: Preprocessing, classes: Sequence[str]) -> Iterator[tuple[str, str | None, Tensor]]:
+    values, labels = read_table(path, how, with_label=how.label in header(path, how.delimiter))
+    how.check(values, path)
+    for number, (row, label) in enumerate(zip(values, labels, strict=True), start=1):
+        yield f"{path.name}:{number}", label if label in classes else None, row
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    found = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    return sorted(file for file in found if file.is_file())
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """What the readers refuse becomes a `UserError`; their messages name the file and the fix already."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        told = str(error) if error.errno is None else f"{error.filename} cannot be read ({error.strerror})."
+        raise UserError(told) from error
