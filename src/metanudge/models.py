@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -28,7 +29,17 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class Conv1D(nn.Module):
+class AddChannel(nn.Module):
+    """`(n, length)` → `(n, 1, length)`; inputs that have a channel axis pass."""
+
+    per_example = True  # what it does to an example does not depend on the others
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inputs with a channel axis."""
+        return x.unsqueeze(1) if x.ndim == 2 else x
+
+
+class Conv1D(nn.Sequential):
     """Three convolutions for MNIST-1D: kernel 3, each with BatchNorm, ReLU and max-pooling by 2, then a linear layer.
 
     Args:
@@ -44,8 +55,7 @@ class Conv1D(nn.Module):
     def __init__(self, ways: int = 3, *, channels: int = 16, length: int = 40) -> None:
         if length < 8:
             raise ValueError(f"length={length} is too short for three poolings by 2. Use 8 or more.")
-        super().__init__()
-        layers: list[nn.Module] = []
+        layers: list[nn.Module] = [AddChannel()]
         for i in range(3):
             layers += [
                 nn.Conv1d(channels if i else 1, channels, kernel_size=3, padding=1),
@@ -53,16 +63,10 @@ class Conv1D(nn.Module):
                 nn.ReLU(),
                 nn.MaxPool1d(2),
             ]
-        self.features = nn.Sequential(*layers, nn.Flatten())
-        self.head = nn.Linear(channels * (length // 8), ways)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits: `(n, length)` or `(n, 1, length)` → `(n, ways)`."""
-        logits: Tensor = self.head(self.features(x.unsqueeze(1) if x.ndim == 2 else x))
-        return logits
+        super().__init__(_parts(nn.Sequential(*layers, nn.Flatten()), nn.Linear(channels * (length // 8), ways)))
 
 
-class Conv4(nn.Module):
+class Conv4(nn.Sequential):
     """The four-layer backbone of the MAML literature: 3×3 convolutions with BatchNorm, ReLU and 2×2 max-pooling.
 
     Args:
@@ -79,7 +83,6 @@ class Conv4(nn.Module):
     def __init__(self, ways: int = 5, *, channels: int = 64, image_size: int = 28, in_channels: int = 1) -> None:
         if image_size < 16:
             raise ValueError(f"image_size={image_size} is too small for four poolings by 2. Use 16 or more.")
-        super().__init__()
         layers: list[nn.Module] = []
         for i in range(4):
             layers += [
@@ -88,16 +91,10 @@ class Conv4(nn.Module):
                 nn.ReLU(),
                 nn.MaxPool2d(2),
             ]
-        self.features = nn.Sequential(*layers, nn.Flatten())
-        self.head = nn.Linear(channels * (image_size // 16) ** 2, ways)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits: `(n, in_channels, image_size, image_size)` → `(n, ways)`."""
-        logits: Tensor = self.head(self.features(x))
-        return logits
+        super().__init__(_parts(nn.Sequential(*layers, nn.Flatten()), nn.Linear(channels * (image_size // 16) ** 2, ways)))
 
 
-class MLP(nn.Module):
+class MLP(nn.Sequential):
     """A fully connected network; by default the one of the sinusoid experiment (Finn et al. 2017).
 
     Args:
@@ -120,18 +117,11 @@ class MLP(nn.Module):
         activation: str = "relu",
     ) -> None:
         make = ACTIVATIONS[_known(activation, ACTIVATIONS, "activation")]
-        super().__init__()
         widths = [in_features, *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for narrow, wide in pairwise(widths):
             layers += [nn.Linear(narrow, wide), make()]
-        self.features = nn.Sequential(*layers)
-        self.head = nn.Linear(widths[-1], out_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Outputs: `(n, ...)` → `(n, out_features)`."""
-        outputs: Tensor = self.head(self.features(x))
-        return outputs
+        super().__init__(_parts(nn.Sequential(*layers), nn.Linear(widths[-1], out_features)))
 
 
 class TransformerBlock(nn.Module):
@@ -195,6 +185,10 @@ class TransformerBlock(nn.Module):
             mixed = F.scaled_dot_product_attention(query, key, value)
         projected: Tensor = self.project(mixed.transpose(1, 2).flatten(-2))
         return projected
+
+
+def _parts(features: nn.Module, head: nn.Module) -> OrderedDict[str, nn.Module]:
+    return OrderedDict(features=features, head=head)
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {

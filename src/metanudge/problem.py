@@ -77,10 +77,15 @@ class Objective(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of a batch; the accuracy is NaN where the batch is no classification."""
         if self.takes_model:
-            loss, accuracy = self.loss(self.model, batch), None
-        else:
-            output, target = self.output(batch)
-            loss, accuracy = self.loss(output, target), classification_accuracy(output, target)
+            return self._checked(self.loss(self.model, batch), None)
+        return self.judge(*self.output(batch))
+
+    def judge(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
+        """Loss and accuracy of the model's output on the targets."""
+        return self._checked(self.loss(output, target), classification_accuracy(output, target))
+
+    @staticmethod
+    def _checked(loss: Any, accuracy: Tensor | None) -> tuple[Tensor, Tensor]:
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LossError(

@@ -20,6 +20,7 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from metanudge.engines.chain import Chain
 from metanudge.engines.diagnosis import StackingError, cannot_stack, model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
@@ -71,6 +72,7 @@ class StackedInner(Inner):
         self._nudges_at_once = nudges_at_once
         self._draws = draws
         self._theta = problem.theta
+        self._chain = Chain.of(problem) if all(map(_is_pair, (stack.support, stack.query))) else None
         model = problem.objective.model
         self._buffers = {f"model.{n}": b.detach() for n, b in model.named_buffers()}
         # Only a module in training mode writes its buffers; then every row needs its own copy to write to.
@@ -84,6 +86,13 @@ class StackedInner(Inner):
     def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
         """Losses and gradient of f̂ + ν f for all rows."""
         rows = _rows(d)
+        self._count(rows, offsets)
+        if self._chain is not None:
+            support = self._minibatch_of_support(step, batch_size)
+            parts: list[tuple[Batch, str, Tensor | None]] = [(support, "support", None)]
+            if offsets is not None:
+                parts.append((self._stack.query, "query", offsets))
+            return self._chain_gradient(d, parts, step)
 
         def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> tuple[Params, Tensor]:
             def loss(d: Params) -> tuple[Tensor, Tensor]:
@@ -93,17 +102,18 @@ class StackedInner(Inner):
             return grad(loss, has_aux=True)(d)
 
         g, losses = self._over_rows(row, rows, (d, offsets), step, batch_size, with_query=offsets is not None)
-        self._count(rows, offsets)
         return losses, g
 
     def query_gradient(self, d: Params, step: int = 0) -> Params:
         """∇f(θ + d) for all rows."""
         rows = _rows(d)
+        self.cost.query_gradients += rows
+        if self._chain is not None:
+            return self._chain_gradient(d, [(self._stack.query, "query", None)], step)[1]
 
         def row(d: Params, buffers: Params, support: Batch, query: Batch) -> Params:
             return grad(lambda d: self._loss(d, buffers, query, step, "query")[0])(d)
 
-        self.cost.query_gradients += rows
         return self._over_rows(row, rows, (d,), step, None)
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
@@ -111,6 +121,9 @@ class StackedInner(Inner):
         if shift is not None:
             d = shift if d is None else {n: leaf + shift[n] for n, leaf in d.items()}
         d = self.zeros(self.tasks) if d is None else d
+        if self._chain is not None:
+            with torch.no_grad():
+                return Measured(*self._chain_losses(d, self._stack.query, 0, "query"))
 
         def row(d: Params, buffers: Params, support: Batch, query: Batch) -> tuple[Tensor, Tensor]:
             return self._loss(d, buffers, query, 0, "query")
@@ -220,6 +233,31 @@ class StackedInner(Inner):
         """One task of the group."""
         return StackedInner(self.problem, self._stack[row : row + 1], self._nudges_at_once, self._draws, self.cost)
 
+    def _chain_gradient(self, d: Params, parts: list[tuple[Batch, str, Tensor | None]], step: int) -> tuple[Tensor, Params]:
+        """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of their sum has every row's."""
+        leaves = {n: leaf.detach().requires_grad_() for n, leaf in d.items()}
+        total: Tensor | None = None
+        for batch, which, weight in parts:
+            value = self._chain_losses(leaves, batch, step, which)[0]
+            value = value if weight is None else value * weight
+            total = value if total is None else total + value
+        assert total is not None
+        g = torch.autograd.grad(total.sum(), list(leaves.values()), materialize_grads=True)
+        return total.detach(), dict(zip(leaves, g, strict=True))
+
+    def _chain_losses(self, d: Params, batch: Batch, step: int, which: str) -> tuple[Tensor, Tensor]:
+        """Loss and accuracy of all rows at θ + d."""
+        chain = self._chain
+        assert chain is not None
+
+        def run() -> tuple[Tensor, Tensor]:
+            self._draws.seed_for(step, which)
+            inputs, targets = _repeated(batch, _rows(d) // self.tasks)
+            phi = {n: (self._theta[n] + leaf).to(self._theta[n].dtype) for n, leaf in d.items()}
+            return vmap(self.problem.objective.judge, randomness="same")(chain.outputs(inputs, phi), targets)
+
+        return self._explained(run)
+
     def _loss(
         self, d: Params, buffers: Params, batch: Batch, step: int, which: str, theta: Params | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -266,8 +304,10 @@ class StackedInner(Inner):
             with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
                 return vmap(function, in_dims=in_dims, randomness="same")(*arguments, buffers, *data)
 
-        if not diagnose:
-            return run()
+        return self._explained(run) if diagnose else run()
+
+    def _explained(self, run: Callable[[], Any]) -> Any:
+        """Run, and where it fails say which sub-module and what to do."""
         try:
             return run()
         except (torch.cuda.OutOfMemoryError, LossError):
@@ -327,6 +367,10 @@ def _rows(d: Params) -> int:
 
 def _detached(d: Params) -> Params:
     return {n: leaf.detach() for n, leaf in d.items()}
+
+
+def _is_pair(batch: Batch) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(leaf, Tensor) for leaf in batch)
 
 
 def _constants_apart(batch: Batch) -> Batch:

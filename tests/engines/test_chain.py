@@ -1,0 +1,148 @@
+"""Chains of plain layers take a path of their own on the stacked engine; it must compute what the general one computes."""
+
+import pytest
+import torch
+from torch import nn
+
+import metanudge as mn
+from metanudge.engines.chain import Chain, _Halve
+
+ROWS = 4
+
+
+def conv_1d():
+    return mn.models.Conv1D(ways=3, channels=4, length=17), (17,)
+
+
+def conv_2d():
+    return mn.models.Conv4(ways=3, channels=3, image_size=17), (1, 17, 17)
+
+
+def perceptron():
+    return mn.models.MLP(6, 3, hidden=(5, 4), activation="tanh"), (6,)
+
+
+def batchnorm_without_channels():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.GELU(), nn.Dropout(0.0), nn.Linear(5, 3, bias=False)), (6,)
+
+
+def odds_and_ends():
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3, stride=2, dilation=2, bias=False),
+        nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.SiLU(), nn.MaxPool1d(3, stride=1), nn.AvgPool1d(2)),
+        nn.Conv1d(4, 4, 3, padding="same"),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool1d(2),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+    model[0].weight.requires_grad_(False)
+    return model, (2, 22)
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[2].weight = model[0].weight
+    return model, (4,)
+
+
+MODELS = (conv_1d, conv_2d, perceptron, batchnorm_without_channels, odds_and_ends, tied)
+ESTIMATORS = (mn.FOBMAML(), mn.FOBMAML(nudge="gradient", start="solution"), mn.FOMAML(), mn.Reptile())
+
+
+def problem(make, training=True):
+    torch.manual_seed(0)
+    model, shape = make()
+    g = torch.Generator().manual_seed(1)
+    x, xq = (torch.randn(ROWS, n, *shape, generator=g, dtype=torch.float64) for n in (6, 7))
+    y, yq = (torch.randint(0, 3, (ROWS, n), generator=g) for n in (6, 7))
+    return model.double().train(training), mn.TaskBatch((x, y), (xq, yq))
+
+
+def result(model, tasks, estimator, **options):
+    solver = mn.GradientDescent(lr=0.05, steps=3, batch_size=5)
+    learner = mn.MetaLearner(model, nn.functional.cross_entropy, solver=solver, estimator=estimator, **options)
+    gradient, stats = learner.meta_gradient(tasks, seed=3)
+    return torch.cat([g.flatten() for g in gradient.values()]), stats
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
+@pytest.mark.parametrize("make", MODELS)
+def test_equals_the_general_path_and_the_module_itself(make, estimator, training, monkeypatch):
+    model, tasks = problem(make, training)
+    buffers = [b.clone() for b in model.buffers()]
+    assert Chain.of(mn.MetaLearner(model, nn.functional.cross_entropy).problem()) is not None
+    folded, stats = result(model, tasks, estimator, engine="stacked")
+    inplace, _ = result(model, tasks, estimator, engine="inplace")
+    monkeypatch.setattr(Chain, "of", lambda problem: None)
+    general, general_stats = result(model, tasks, estimator, engine="stacked")
+    for other in (general, inplace):
+        assert float((folded - other).norm()) <= 1e-12 * float(other.norm())
+    assert stats.query_accuracy == general_stats.query_accuracy
+    assert stats.query_loss == pytest.approx(general_stats.query_loss, rel=1e-12)
+    assert stats.support_gradients == general_stats.support_gradients
+    assert all(torch.equal(b, kept) for b, kept in zip(model.buffers(), buffers, strict=True))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Dropout(0.5),
+        nn.Conv1d(4, 4, 3, padding=1, groups=2),
+        nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular"),
+        nn.GroupNorm(2, 4),
+        nn.Flatten(2),
+        nn.Softmax(dim=1),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_that_do_not_fold_are_left_to_the_general_path(layer):
+    model = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), layer)
+    assert Chain.of(mn.MetaLearner(model, nn.functional.mse_loss).problem()) is None
+
+
+def test_a_model_with_a_forward_of_its_own_is_left_alone():
+    class Twice(nn.Sequential):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Odd(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    for model in (Twice(nn.Linear(2, 2)), nn.Sequential(Odd(2, 2)), nn.Bilinear(2, 2, 2)):
+        assert Chain.of(mn.MetaLearner(model, nn.functional.mse_loss).problem()) is None
+
+
+def test_a_model_with_hooks_is_left_alone():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    handle = model[1].register_forward_hook(lambda module, inputs, output: 2 * output)
+    assert Chain.of(mn.MetaLearner(model, nn.functional.mse_loss).problem()) is None
+    handle.remove()
+    assert Chain.of(mn.MetaLearner(model, nn.functional.mse_loss).problem()) is not None
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_halving_is_torchs_pooling(length):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 3, (2, 5, length), generator=g).double().requires_grad_()  # many ties
+    theirs = nn.functional.max_pool1d(x, 2)
+    ours = _Halve.apply(x, -1)
+    weights = torch.randn(theirs.shape, generator=g, dtype=torch.float64)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*(torch.autograd.grad((y * weights).sum(), x)[0] for y in (ours, theirs)))
+
+
+def test_halving_twice_is_torchs_pooling_in_two_dimensions():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 3, (2, 3, 7, 6), generator=g).double().requires_grad_()
+    theirs, ours = nn.functional.max_pool2d(x, 2), _Halve.apply(_Halve.apply(x, -1), -2)
+    weights = torch.randn(theirs.shape, generator=g, dtype=torch.float64)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*(torch.autograd.grad((y * weights).sum(), x)[0] for y in (ours, theirs)))
+
+
+def test_nan_is_not_pooled_away():
+    x = torch.tensor([[float("nan"), 1.0, 1.0, float("nan")]])
+    assert _Halve.apply(x, -1).isnan().all()
