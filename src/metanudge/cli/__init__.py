@@ -59,10 +59,18 @@ def main(argv: list[str] | None = None) -> int:
         hint = f" Did you mean {found[0]!r}?" if found else ""
         report(f"error: there is no command {name!r}.{hint} The commands are {', '.join(available())}.")
         return EXIT_BAD_INPUT
-    # OpenMP's threads otherwise spin while they wait, and on a machine that is busy with other work a step takes 30 times as long.
-    # It is read when torch is loaded, which happens below.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _wait_politely_on_a_busy_machine()
     return guarded(lambda: importlib.import_module(f"metanudge.cli.{name}").run(rest))
+
+
+def _wait_politely_on_a_busy_machine() -> None:
+    """OpenMP's threads spin while they wait: right on idle cores (a step takes half as long), ruinous where other work wants them.
+
+    The setting is read when torch is loaded, which no command has done yet.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > (os.cpu_count() or 1) / 2:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def available() -> dict[str, str]:
