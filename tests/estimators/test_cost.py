@@ -75,7 +75,8 @@ def test_first_order_gradients_are_counted(estimator, support, query):
 
 def test_stacked_tasks_and_nudges_share_their_passes():
     calls, _ = run(FOBMAML(), engine="stacked")
-    assert (calls["support"], calls["query"], calls["query forward only"]) == (K, K, 0)
+    # Inside vmap a loss cannot see whether a graph is being made outside it: count every call.
+    assert [sum(n for key, n in calls.items() if key in (data, f"{data} forward only")) for data in ("support", "query")] == [K, K]
 
 
 @pytest.mark.parametrize("engine", ["inplace", "stacked"])

@@ -82,7 +82,7 @@ def run(argv: list[str]) -> int:
         file = None if options.json is None else stack.enter_context(new_file(options.json, overwrite=True, flag="--json"))
         try:
             trained.source.task(0, options.split)
-        except (ValueError, RuntimeError) as error:  # too few classes; a download that failed
+        except ValueError as error:  # too few classes
             raise UserError(f"--split {options.split}: {error}") from error
         with progress_bar("evaluating", "tasks") as progress:
             report = evaluate_run(trained, tasks=options.tasks, split=options.split, steps=options.steps or None, progress=progress)

@@ -243,7 +243,7 @@ class StackedInner(Inner):
             total = value if total is None else total + value
         assert total is not None
         g = torch.autograd.grad(total.sum(), list(leaves.values()), materialize_grads=True)
-        return total.detach(), dict(zip(leaves, g, strict=True))
+        return total.detach(), {n: leaf.contiguous() for n, leaf in zip(leaves, g, strict=True)}
 
     def _chain_losses(self, d: Params, batch: Batch, step: int, which: str) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of all rows at θ + d."""

@@ -22,6 +22,10 @@ _MD5 = {
 _PROCESSED = "omniglot_28.npz"
 
 
+class DownloadError(RuntimeError):
+    """The archives could not be fetched; the message says from where, why, and how to do without."""
+
+
 def load_omniglot(root: str | os.PathLike[str] | None = None, *, download: bool = True) -> OmniglotArrays:
     """The images, from the first of these places: `root`; $METANUDGE_DATA; the cache folder; the network.
 
@@ -112,7 +116,7 @@ def _download(part: str, folder: Path) -> Path:
     try:
         path = pooch.retrieve(url, known_hash=f"md5:{_MD5[part]}", fname=f"{part}.zip", path=folder)
     except Exception as error:  # requests, sockets, TLS, checksums: pooch passes on whatever went wrong
-        raise RuntimeError(
+        raise DownloadError(
             f"Could not download {url} to {folder} ({error}). Without a network, put images_background.zip and "
             "images_evaluation.zip into a folder and give it as root, or set METANUDGE_DATA to it."
         ) from error

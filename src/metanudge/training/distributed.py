@@ -9,8 +9,11 @@ take the same step. Only rank 0 touches the run folder: what it reads, it sends 
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +24,8 @@ from metanudge.params import Params
 from metanudge.training.errors import UserError
 
 T = TypeVar("T")
+
+MEET = timedelta(minutes=10)  # for all ranks to start and find each other
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,9 @@ class Group:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
         if not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+            store, rank, world = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=_fresh(store, rank, world), rank=rank, world_size=world)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return cls(dist.get_rank(), dist.get_world_size(), restarts > 0, "TORCHELASTIC_RUN_ID" in os.environ)
 
@@ -109,3 +116,42 @@ class Group:
         """Leave the group."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _fresh(store: Any, rank: int, world: int) -> Any:
+    """A part of the store that only these processes use.
+
+    torchrun keeps one store over all its restarts (pytorch/pytorch#135712), so a rank may find the addresses that the killed ranks
+    left there, and connect to nobody for half an hour. So rank 0 names a new part of the store, and each rank waits until rank 0 has
+    called it by a name it made up just now: what an earlier life left answers to neither.
+    """
+    if rank == 0:
+        part = uuid.uuid4().hex
+        store.set("metanudge/part", part)
+        for other in range(1, world):
+            hello = f"metanudge/{part}/hello/{other}"
+            _wait(lambda: store.check([hello]), f"rank {other}")  # noqa: B023 (called at once)
+            store.set(f"metanudge/{part}/welcome/{store.get(hello).decode()}", "")
+        return dist.PrefixStore(part, store)  # type: ignore[attr-defined]
+    own = uuid.uuid4().hex
+    found = ""
+
+    def welcome() -> bool:
+        nonlocal found
+        if store.check(["metanudge/part"]) and (part := store.get("metanudge/part").decode()) != found:
+            found = part
+            store.set(f"metanudge/{found}/hello/{rank}", own)
+        return bool(found) and store.check([f"metanudge/{found}/welcome/{own}"])
+
+    _wait(welcome, "rank 0")
+    return dist.PrefixStore(found, store)  # type: ignore[attr-defined]
+
+
+def _wait(ready: Callable[[], bool], whom: str) -> None:
+    end = time.monotonic() + MEET.total_seconds()
+    while not ready():
+        if time.monotonic() > end:
+            raise UserError(
+                f"There was no word from {whom} in {MEET}, so the ranks cannot start. Look at what it said, and start all again."
+            )
+        time.sleep(0.01)

@@ -25,6 +25,7 @@ from metanudge import tasks
 from metanudge.engines.randomness import mix
 from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
+from metanudge.tasks.omniglot_files import DownloadError
 from metanudge.training import specs
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import Device, TrainConfig, flag
@@ -135,6 +136,16 @@ def read_text(file: Path) -> str:
         raise UserError(f"{file} cannot be read ({error}).") from error
 
 
+def write_text(file: Path, text: str) -> None:
+    """Write a text file that is there complete or not at all."""
+    temporary = file.with_name(f".new-{file.name}")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
+
+
 def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
     """Put a checkpoint's weights into a learner's model; `UserError` names what differs where they do not fit."""
     saved, own = checkpoint.tensors["model"], learner.model.state_dict()
@@ -193,6 +204,11 @@ def build_source(config: TrainConfig, *, device: torch.device | None = None) -> 
         raise UserError(f"{config.data}: {error}") from error
     except OSError as error:
         raise UserError(f"{config.data} cannot be read: {error}") from error
+    except DownloadError as error:
+        raise UserError(
+            f"{config.data}: {error} On the command line, root is --data-options root=FOLDER. Where there is a network, "
+            f"metanudge data fetch {normal(config.data)} gets the files and says where they are."
+        ) from error
     return source
 
 

@@ -1,0 +1,268 @@
+"""The training loop: every meta-step is a function of (configuration, step, state), so a run can stop anywhere and go on.
+
+Episode b of meta-step s is episode s·tasks + b of the source, and everything random is seeded by (seed, s). A checkpoint holds θ, the
+optimizer's state and the length of the metrics file; a resumed run cuts the file back to it and writes the same bytes again.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from metanudge.engines.randomness import mix
+from metanudge.estimators import NonFiniteError, Stats
+from metanudge.learner import Evaluation, MetaLearner
+from metanudge.params import Params
+from metanudge.tasks import Episodes
+from metanudge.tasks.episodes import Split
+from metanudge.training.checkpoint import CheckpointStore
+from metanudge.training.combine import Own, combine
+from metanudge.training.config import TrainConfig
+from metanudge.training.distributed import Group
+from metanudge.training.divergence import DivergenceWatch
+from metanudge.training.errors import EXIT_NOT_FINITE, EXIT_OUT_OF_MEMORY, StopTraining
+from metanudge.training.memory import OutOfMemory, halving
+from metanudge.training.metrics import MetricsLog, Sink, Timing, open_sinks
+from metanudge.training.plan import Plan
+from metanudge.training.progress import Reporter, memory_used
+from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING, DataShapes, choose_device, load_weights
+from metanudge.training.signals import CODES, StopRequest
+from metanudge.training.summary import Outcome, facts, result_table, tested, write_summary
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """One run, from its first or its next meta-step to its summary."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        plan: Plan,
+        source: Episodes,
+        learner: MetaLearner,
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+        stop: StopRequest,
+        reporter: Reporter,
+    ) -> None:
+        self.config, self.folder, self.source, self.learner, self.optimizer = config, plan.folder, source, learner, optimizer
+        self.group, self.stop, self.reporter = group, stop, reporter
+        self.device = choose_device(config)
+        self.store = CheckpointStore(self.folder / CHECKPOINTS)
+        state = plan.checkpoint.state if plan.checkpoint is not None else {}
+        self.step = plan.checkpoint.step if plan.checkpoint is not None else 0
+        self.best: dict[str, Any] | None = state.get("best")
+        self.saved_step = self.step if plan.checkpoint is not None else None
+        if config.chunk is None and state.get("chunk") is not None:
+            self.learner.chunk = state["chunk"]
+        self._lrs = state.get("lrs") or [float(g["lr"]) for g in optimizer.param_groups]
+        self._watch = DivergenceWatch()
+        self._began = time.monotonic()
+        self._log: MetricsLog | None = None
+        self._timing: Timing | None = None
+        self._sinks: list[Sink] = []
+        self._resumed = plan.saved is not None
+        if group.leads:
+            self._log = MetricsLog(self.folder / METRICS, size=state.get("metrics_size", 0))
+            if not self._log.complete:
+                reporter.note(f"{METRICS} is shorter than it was when the checkpoint was saved: some lines are missing.")
+            self._timing = Timing(self.folder / TIMING)
+            self._sinks = open_sinks(config, self.folder)
+
+    def run(self) -> None:
+        """Train, test, write the summary."""
+        about = facts(self.config, self.source, self.learner, self.group)
+        where = str(self.folder) + (f" (resumed at step {self.step})" if self._resumed else "")
+        self.reporter.begin([*about, ("run", where)], total=self.config.iterations, done=self.step)
+        while self.step < self.config.iterations:
+            stopped = self._meta_step()
+            if stopped is not None:
+                self._stop(stopped)
+        self.reporter.end()
+        self._finish()
+
+    # One meta-step
+
+    def _meta_step(self) -> int | None:
+        """One update of θ; returns a signal's number where the run should end now."""
+        began = time.monotonic()
+        gradient, values, stopped = self._gradient()
+        self._set_lr()
+        for name, parameter in self.learner.problem().parameters.items():
+            parameter.grad = gradient[name].to(parameter.dtype)
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.learner.parameters(), self.config.clip)
+        values["lr"] = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        seconds = time.monotonic() - began
+        improved = False
+        if self.config.eval_every and (self.step % self.config.eval_every == 0 or self.step == self.config.iterations):
+            improved = self._validate(values)
+        self._record(values, seconds)
+        if improved or self.step % self.config.checkpoint_every == 0 or self.step == self.config.iterations:
+            self._save(best=improved)
+        return stopped
+
+    def _gradient(self) -> tuple[Params, dict[str, Any], int | None]:
+        """The mean meta-gradient over all ranks' tasks, its statistics and a signal; raises before anything is changed."""
+        tasks, own = self.config.tasks, self.group.slice(self.config.tasks)
+        seed = mix(self.config.seed, 3, self.step)
+        failure: NonFiniteError | None = None
+        gradient: Params = {}
+        stats: Stats | None = None
+        if len(own):
+            batch = self.source.batch(range(self.step * tasks + own.start, self.step * tasks + own.stop))
+            try:
+                gradient, stats = self._with_memory(
+                    partial(self.learner.meta_gradient, batch, metrics=self._measured, seed=seed, first=own.start),
+                    rows=len(own) * self.learner.estimator.width,
+                )
+            except NonFiniteError as error:
+                failure = error
+        result = combine(Own(gradient, stats, failure, self.stop.signal), self.group, self.learner, tasks=tasks)
+        if result.failure is not None:
+            self._not_finite(result.failure)
+        warning = self._watch.see(result.values["residual_start"], result.values["residual"])
+        if warning is not None:
+            self.reporter.note(warning)
+        kept = {name: value for name, value in result.values.items() if self._measured or not name.startswith("query_")}
+        return result.gradient, {"step": self.step + 1, **kept}, result.signal
+
+    @property
+    def _measured(self) -> bool:
+        """Whether this meta-step also measures query loss and accuracy: the first, the last and every so many."""
+        number = self.step + 1
+        return number in (1, self.config.iterations) or number % self.config.metrics_every == 0
+
+    def _set_lr(self) -> None:
+        if self.config.schedule == "cosine":
+            factor = 0.5 * (1 + math.cos(math.pi * self.step / self.config.iterations))
+            for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=True):
+                group["lr"] = lr * factor
+
+    def _validate(self, values: dict[str, Any]) -> bool:
+        """Add the validation's result to the values; returns whether it is the best so far."""
+        result = self._evaluate("val", self.config.eval_tasks)
+        loss, accuracy = result.mean_loss, result.mean_accuracy
+        values |= {"val_loss": loss, "val_accuracy": accuracy, "val_accuracy_ci95": result.accuracy_ci95}
+        score = -loss if math.isnan(accuracy) else accuracy
+        if not math.isfinite(score) or (self.best is not None and score <= self.best["score"]):
+            return False
+        self.best = {"step": self.step, "score": score, "loss": loss, "accuracy": None if math.isnan(accuracy) else accuracy}
+        return True
+
+    def _evaluate(self, split: Split, count: int) -> Evaluation:
+        """`learner.evaluate` over `count` tasks in batches of a meta-step's size, shared among the ranks batch by batch."""
+        size = max(1, self.config.tasks * self.learner.estimator.width)
+        columns = torch.zeros(4, count, dtype=torch.float64)
+        for number, begin in enumerate(range(0, count, size)):
+            if split == "test" and self.stop.signal is not None and self.group.world == 1:
+                self._stop(self.stop.signal)
+            if number % self.group.world != self.group.rank:
+                continue
+            end = min(begin + size, count)
+            batch = self.source.batch(range(begin, end), split)
+            result = self._with_memory(partial(self.learner.evaluate, batch, seed=mix(self.config.seed, 4)), rows=len(batch))
+            columns[:, begin:end] = torch.stack([result.loss_before, result.accuracy_before, result.loss, result.accuracy])
+        return Evaluation(*self.group.sum(columns))
+
+    def _record(self, values: dict[str, Any], seconds: float) -> None:
+        if self._log is None or self._timing is None:
+            return
+        memory = memory_used(self.device)
+        self._log.write(values)
+        self._timing.write(self.step, seconds, memory)
+        for sink in self._sinks:
+            sink.write(self.step, values)
+        self.reporter.step(self.step, {**values, "memory": memory})
+
+    # When something happens
+
+    def _with_memory(self, call: Callable[[], T], *, rows: int) -> T:
+        """Call, with half the chunk after each time the memory runs out."""
+        try:
+            return halving(call, self.learner, rows=rows, halves=lambda: self._engine() != "inplace", note=self._note_halving)
+        except OutOfMemory as error:
+            self._out_of_memory(str(error), self._engine())
+
+    def _engine(self) -> str:
+        return self.learner.choose_engine(self.source.batch(range(self.config.tasks)))[0].name
+
+    def _note_halving(self, before: int, now: int) -> None:
+        self.reporter.note(f"Out of memory at step {self.step + 1} with {before} solves at once; going on with {now}.")
+
+    def _out_of_memory(self, message: str, engine: str) -> NoReturn:
+        saved = self._save_if_sound()
+        fix = "Use --engine inplace" if engine == "stacked" and "inplace" in self.learner.estimator.engines else "Use a smaller model"
+        raise StopTraining(
+            f"Out of memory at meta-step {self.step + 1}, one solve at a time ({message}). {saved} {fix}, --precision bf16, fewer "
+            "--shots or --queries, or a device with more memory.",
+            EXIT_OUT_OF_MEMORY,
+        )
+
+    def _not_finite(self, message: str) -> NoReturn:
+        saved = self._save_if_sound()
+        raise StopTraining(f"Stopped at meta-step {self.step + 1}, before the update. {message} {saved}", EXIT_NOT_FINITE)
+
+    def _save_if_sound(self) -> str:
+        """Save the present state unless θ itself is broken; says what was done."""
+        if not all(bool(torch.isfinite(p).all()) for p in self.learner.parameters()):
+            before = f"step {self.saved_step}" if self.saved_step is not None else "none"
+            return f"θ itself is not finite after meta-step {self.step}, so no checkpoint was written (the last one: {before})."
+        self._save()
+        return f"The state after meta-step {self.step} is saved in {self.folder}."
+
+    def _stop(self, number: int) -> NoReturn:
+        self._save()
+        name = "Interrupted" if CODES[number] == 130 else "Asked to stop"
+        raise StopTraining(
+            f"{name}. Meta-step {self.step} is saved; go on with: metanudge train --resume {shlex.quote(str(self.folder))}", CODES[number]
+        )
+
+    def _save(self, *, best: bool = False) -> None:
+        """Write a checkpoint of this step, unless there is one."""
+        if not self.group.leads or (self.saved_step == self.step and not best):
+            return
+        assert self._log is not None
+        self._log.sync()
+        state = {
+            "config": self.config.to_dict(),
+            "shapes": DataShapes.of(self.source).to_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "lrs": self._lrs,
+            "best": self.best,
+            "chunk": self.learner.chunk,
+            "metrics_size": self._log.size,
+        }
+        self.store.save(self.step, {"model": self.learner.model.state_dict()}, state, best=best)
+        self.saved_step = self.step
+
+    # The end
+
+    def _finish(self) -> None:
+        """Test the best weights, write summary and picture, show the table."""
+        test: dict[str, Any] | None = None
+        if self.config.test_tasks:
+            if self.best is not None:
+                load_weights(self.learner, self.group.share(lambda: self.store.load("best")))
+            test = tested(self._evaluate("test", self.config.test_tasks))
+        if self.group.leads:
+            outcome = Outcome(step=self.step, best=self.best, test=test, seconds=time.monotonic() - self._began, resumed=self._resumed)
+            write_summary(self.folder, self.config, outcome, self.learner, processes=self.group.world)
+            self.reporter.table("Result", result_table(self.folder, self.config, outcome))
+
+    def close(self) -> None:
+        """Close the files."""
+        for thing in (self._log, self._timing, *self._sinks):
+            if thing is not None:
+                thing.close()

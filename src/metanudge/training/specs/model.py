@@ -1,0 +1,121 @@
+"""The model from its spec: one of ours, or the user's own as `module:attribute`, sized for the data."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+from metanudge import models
+from metanudge.training.config import near
+from metanudge.training.errors import UserError
+from metanudge.training.specs.language import Spec, known, normal, split, split_options
+from metanudge.training.specs.targets import convert, make, parameters
+
+
+class Shapes(Protocol):
+    """What a model must fit: an episode source says it, and a checkpoint remembers it."""
+
+    @property
+    def kind(self) -> Literal["classification", "regression"]:
+        """What the tasks are."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs per example."""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one example."""
+
+
+def parse_model(text: str, shapes: Shapes) -> Spec:
+    """A model's spec; `auto` becomes the network that suits the data."""
+    if normal(text) == "auto":
+        return Spec(_suitable(shapes), {})
+    name, raw, factory = _model_factory(text)
+    return Spec(name, convert(raw, factory, "--model", name) if raw else {})
+
+
+def build_model(text: str, shapes: Shapes) -> nn.Module:
+    """The network that a spec describes, its inputs and outputs sized for the data.
+
+    Example:
+        >>> from metanudge.tasks import Sinusoid
+        >>> build_model("mlp:hidden=(8,)", Sinusoid()).head
+        Linear(in_features=8, out_features=1, bias=True)
+    """
+    spec = parse_model(text, shapes)
+    _, _, factory = _model_factory(spec.name)
+    if isinstance(factory, nn.Module):
+        return factory
+    model = make("--model", spec.name, factory, **(_sizes(factory, shapes) | dict(spec.options)))
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--model {spec.name} made a {type(model).__name__}, not an nn.Module. Name a class or function that makes one.")
+    return model
+
+
+def _model_factory(text: str) -> tuple[str, dict[str, str], Any]:
+    """Name, raw options and factory of a model: one of ours, or `module:attribute`."""
+    parts = text.split(":")
+    if len(parts) > 1 and "=" not in parts[1] and parts[1]:
+        name, options = ":".join(parts[:2]), ":".join(parts[2:])
+        return name, split_options(options, f"--model {name}"), _import(parts[0], parts[1])
+    name, raw = split("--model", text)
+    name = known(name, ("auto", *models.MODELS), "--model", "model")
+    return name, raw, models.MODELS.get(name)
+
+
+def _import(module: str, attribute: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path:  # the installed command does not look in the current folder, `python -m` does
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"--model {module}:{attribute}: the module {module!r} cannot be imported ({error}). "
+            "Give it as Python would import it from the current folder, e.g. my_nets:Net for my_nets.py."
+        ) from error
+    except AttributeError as error:
+        names = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
+        raise UserError(f"--model {module}:{attribute}: {error}.{near(attribute, names)}") from error
+    if not callable(found):
+        raise UserError(f"--model {module}:{attribute} is a {type(found).__name__}. Name a class or function that makes an nn.Module.")
+    return found
+
+
+def _suitable(shapes: Shapes) -> str:
+    shape = shapes.input_shape
+    if len(shape) == 3 and shape[1] == shape[2] >= 16:
+        return "conv4"
+    if shape == (40,) and shapes.kind == "classification":
+        return "conv1d"
+    return "mlp"
+
+
+def _sizes(factory: Callable[..., Any], shapes: Shapes) -> dict[str, Any]:
+    """The arguments of a model that follow from the data, for those it takes."""
+    shape = shapes.input_shape
+    facts: dict[str, Any] = {
+        "ways": shapes.num_outputs,
+        "num_outputs": shapes.num_outputs,
+        "out_features": shapes.num_outputs,
+        "num_classes": shapes.num_outputs,
+        "input_shape": shape,
+        "in_features": math.prod(shape),
+        "in_channels": shape[0],
+        "image_size": shape[-1],
+        "length": shape[-1],
+    }
+    accepted = parameters(factory)
+    if "d_model" in accepted and len(shape) == 2:
+        facts |= {"length": shape[0], "d_model": shape[1]}
+    return {name: value for name, value in facts.items() if name in accepted}

@@ -1,0 +1,122 @@
+"""What a run tells: the facts at its start; the test's result, summary.json and the learning curve at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from metanudge.learner import Evaluation, MetaLearner
+from metanudge.tasks import Episodes
+from metanudge.training.config import TrainConfig
+from metanudge.training.distributed import Group
+from metanudge.training.metrics import read_metrics
+from metanudge.training.plots import learning_curve
+from metanudge.training.progress import clock
+from metanudge.training.runs import CURVE, METRICS, SUMMARY, choose_device, write_text
+from metanudge.version import __version__
+
+Table = list[tuple[str, str]]
+
+
+def facts(config: TrainConfig, source: Episodes, learner: MetaLearner, group: Group) -> Table:
+    """What is being trained, how and on what."""
+    shape = f"{source.ways}-way {source.shots}-shot, {source.queries} queries" if source.kind == "classification" else (
+        f"regression, {source.shots} support and {source.queries} query points"
+    )  # fmt: skip
+    device, own = choose_device(config), group.slice(config.tasks)
+    engine, why = learner.choose_engine(source.batch(range(max(1, len(own)))))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    where = f"{name}, {config.dtype}" + (f", {config.precision}" if config.precision != "fp32" else "")
+    return [
+        ("data", f"{config.data}: {shape}; {config.tasks} tasks per meta-step"),
+        ("model", f"{config.model}, {_trainable(learner):,} parameters, λ = {config.lam:g}"),
+        ("estimator", f"{config.estimator} with {config.solver}"),
+        ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
+        ("engine", f"{engine.name} ({why})"),
+        ("device", where + (f"; {group.world} processes" if group.world > 1 else "")),
+    ]
+
+
+def tested(result: Evaluation) -> dict[str, Any]:
+    """The test's result as JSON values, with 95 % confidence intervals over the tasks; None for what is not finite."""
+    loss_ci = float(1.96 * result.loss.std() / math.sqrt(len(result.loss))) if len(result.loss) > 1 else math.nan
+    values = {
+        "tasks": len(result.loss),
+        "loss": result.mean_loss,
+        "loss_ci95": loss_ci,
+        "loss_before": float(result.loss_before.mean()),
+        "accuracy": result.mean_accuracy,
+        "accuracy_ci95": result.accuracy_ci95,
+        "accuracy_before": float(result.accuracy_before.mean()),
+    }
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: meta-steps done.
+        best: the best validation, with the step of its checkpoint; None where there was none.
+        test: as `tested` gives it; None where there was none.
+        seconds: that the run, or its resumed part, took.
+        resumed: whether this was only the last part of the run.
+    """
+
+    step: int
+    best: dict[str, Any] | None
+    test: dict[str, Any] | None
+    seconds: float
+    resumed: bool
+
+
+def write_summary(folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner, *, processes: int) -> None:
+    """Write summary.json and the learning curve."""
+    best = outcome.best
+    summary = {
+        "version": __version__,
+        "torch": torch.__version__,
+        "device": str(choose_device(config)),
+        "processes": processes,
+        "parameters": _trainable(learner),
+        "steps": outcome.step,
+        "checkpoint": "best" if best is not None else "last",
+        "checkpoint_step": best["step"] if best is not None else outcome.step,
+        "validation": best,
+        "test": outcome.test,
+        "seconds": round(outcome.seconds, 3),
+    }
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    title = f"{Path(config.data).name} · {config.model.split(':')[0]} · {config.estimator}"
+    learning_curve(read_metrics(folder / METRICS), folder / CURVE, title=title, test=outcome.test)
+
+
+def result_table(folder: Path, config: TrainConfig, outcome: Outcome) -> Table:
+    """The result for the screen."""
+    best, test = outcome.best, outcome.test
+    lines = [("meta-steps", f"{outcome.step} in {clock(outcome.seconds)}" + (" (this part of the run)" if outcome.resumed else ""))]
+    if best is not None:
+        good = f"{best['accuracy']:.2%}" if best["accuracy"] is not None else f"loss {best['loss']:.4g}"
+        lines.append(("best validation", f"{good} at step {best['step']} ({config.eval_tasks} tasks)"))
+    if test is not None:
+        if test["accuracy"] is not None:
+            accuracy = f"{test['accuracy']:.2%} ± {test['accuracy_ci95'] or math.nan:.2%}"
+            lines.append(("test accuracy", f"{accuracy} (95 % CI, {test['tasks']} tasks)"))
+            lines.append(("before adaptation", f"{test['accuracy_before']:.2%}"))
+        loss = f"{_number(test['loss'])} ± {_number(test['loss_ci95'])}"
+        lines.append(("test loss", f"{loss} (before adaptation {_number(test['loss_before'])})"))
+    return [*lines, ("curve", str(folder / CURVE)), ("summary", str(folder / SUMMARY))]
+
+
+def _trainable(learner: MetaLearner) -> int:
+    return sum(p.numel() for p in learner.parameters() if p.requires_grad)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
