@@ -26,6 +26,7 @@ format: $(TOOLS)  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)  ## speed and memory of every estimator on both engines
+	$(BIN)/python benchmarks/episodes.py --out runs/bench
 	$(BIN)/python benchmarks/engines.py --out runs/bench
 
 docs: $(TOOLS)  ## run every example in the docstrings and in the README
