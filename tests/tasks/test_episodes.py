@@ -258,3 +258,22 @@ def test_indices_may_be_arrays_tensors_and_generators():
     expected = digest(source.batch([3, 1]))
     for indices in (np.array([3, 1]), torch.tensor([3, 1]), (i for i in (3, 1)), np.array([3, 1], dtype=np.uint8)):
         assert digest(source.batch(indices)) == expected
+
+
+class _Numbered(torch.utils.data.Dataset):
+    """Episodes by number, as loader workers ask for them."""
+
+    def __init__(self, source: Episodes) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.source.task(index).support[0]
+
+
+def test_loader_workers_see_the_same_episodes():
+    source = Sinusoid(shots=3, queries=2, seed=5)
+    loader = torch.utils.data.DataLoader(_Numbered(source), batch_size=2, num_workers=2)
+    assert torch.equal(torch.cat(list(loader)), torch.stack([source.task(i).support[0] for i in range(6)]))
