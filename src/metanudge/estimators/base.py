@@ -116,7 +116,6 @@ class MetaGradient:
         self.num_tasks = num_tasks
         self.metrics = metrics
         self.nu: float | None = None
-        self._device = problem.device
         self._sums: dict[str, Tensor] = {}
         self._checks: list[_Check] = []
 
