@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import time
 
 from metanudge.cli.errors import guarded, report
 from metanudge.training.errors import EXIT_BAD_INPUT
@@ -68,9 +69,29 @@ def _wait_politely_on_a_busy_machine() -> None:
 
     The setting is read when torch is loaded, which no command has done yet.
     """
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > (os.cpu_count() or 1) / 2:
+    if _busy_share() > 0.4:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _busy_share(seconds: float = 0.1) -> float:
+    """The share of the cores' time that others are using right now; 0 where the system does not tell.
+
+    The load average would not do: it remembers the minute before, such as this package's own installation.
+    """
+    try:
+        first = _cpu_ticks()
+        time.sleep(seconds)
+        idle, total = (after - before for after, before in zip(_cpu_ticks(), first, strict=True))
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return 1 - idle / total if total > 0 else 0.0
+
+
+def _cpu_ticks() -> tuple[int, int]:
+    """Idle and all ticks of all cores since the start of the system (Linux)."""
+    with open("/proc/stat", encoding="ascii") as stat:
+        ticks = [int(field) for field in stat.readline().split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 def available() -> dict[str, str]:
