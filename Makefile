@@ -25,9 +25,9 @@ format: $(TOOLS)  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## speed and memory of every estimator on both engines
+bench: $(READY)  ## speed and memory beside other libraries (pip install -e '.[rivals]' adds them), and the cost of drawing episodes
 	$(BIN)/python benchmarks/episodes.py --out runs/bench
-	$(BIN)/python benchmarks/engines.py --out runs/bench
+	$(BIN)/metanudge bench
 
 docs: $(TOOLS)  ## run every example in the docstrings and in the README
 	$(BIN)/python -m pytest --doctest-modules src tests/test_readme.py -q

@@ -20,13 +20,14 @@ PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
 LAYERS = (
     {"version"},
     {"params", "task"},
+    {"proximal"},
     {"problem"},
     {"solvers"},
     {"engines"},
     {"estimators", "tuning"},
     {"learner", "gradcheck", "bilevel"},
     {"training"},
-    {"experiments", "report"},
+    {"experiments", "report", "bench"},
     {"cli", "__main__"},
 )
 LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
@@ -38,7 +39,7 @@ USERS_OF_APART = LAYER["training"]
 # What may be loaded besides the standard library: when a module is imported, and inside the functions that need it.
 EAGER = {"torch", "numpy", "metanudge"}
 LAZY_IN_TASKS = {"PIL", "pooch"}
-MAY_LOAD_MORE = {"training", "experiments", "report", "cli", "__main__"}
+MAY_LOAD_MORE = {"training", "experiments", "report", "bench", "cli", "__main__"}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from metanudge.version import __version__
 
 if TYPE_CHECKING:
     from metanudge import models, optim, tasks
+    from metanudge.bilevel import Hypergradient, hypergradient, solve_bilevel
     from metanudge.engines import StackingError
     from metanudge.estimators import ESMAML, FOBMAML, FOMAML, IMAML, MAML, Exact, NonFiniteError, Reptile, Stats
     from metanudge.gradcheck import GradientReport, check_gradient
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives. Loading on first use keeps the command line's --help fast: importing torch takes seconds.
 _HOMES = {
+    "bilevel": ("Hypergradient", "hypergradient", "solve_bilevel"),
     "engines": ("StackingError",),
     "estimators": ("ESMAML", "Exact", "FOBMAML", "FOMAML", "IMAML", "MAML", "NonFiniteError", "Reptile", "Stats"),
     "gradcheck": ("GradientReport", "check_gradient"),
@@ -36,6 +38,7 @@ __all__ = [  # noqa: RUF022 — grouped by what they are for
     "MetaLearner", "Evaluation", "Stats", "Task", "TaskBatch",
     "FOBMAML", "MAML", "FOMAML", "Reptile", "IMAML", "ESMAML", "Exact",
     "GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG",
+    "hypergradient", "solve_bilevel", "Hypergradient",
     "check_gradient", "GradientReport", "NonFiniteError", "StackingError",
     "models", "optim", "tasks", "__version__",
 ]  # fmt: skip

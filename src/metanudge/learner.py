@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.engines import Cost, Engine, InplaceEngine, StackedEngine, StackingError
+from metanudge.engines.capture import Captures
 from metanudge.engines.inplace import InplaceInner
 from metanudge.engines.randomness import mix
 from metanudge.estimators import FOBMAML, Estimator, NonFiniteError, Stats, meta_gradient
 from metanudge.params import Params
-from metanudge.problem import Loss, Objective, Problem, Stiffness
+from metanudge.problem import Loss, Objective, Problem
+from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
 from metanudge.solvers import GradientDescent, LinearSolver, Solver
 from metanudge.task import Batch, Task, TaskBatch
 
@@ -35,13 +37,21 @@ class MetaLearner(nn.Module):
         model: any `nn.Module`; its parameters that require grad are θ. It is neither patched nor copied.
         loss: `loss(output, target)` for batches `(inputs, targets)`, or `loss(model, batch)` for anything else (its first parameter
             must then be named `model`). Must return a scalar.
-        lam: stiffness λ of the proximal term ½λ‖φ − θ‖²: a number, a mapping from parameter name to a number, or to a tensor of the
-            parameter's shape.
+        lam: stiffness λ of the proximal term ½λ‖φ − θ‖², 2.0 by default: a number, a mapping from parameter name to a number, or to a
+            tensor of the parameter's shape; or an operator, a function that multiplies one task's dict of displacements with a symmetric
+            positive-definite matrix (checked on random directions).
+        learn_lam: meta-learn λ as well, starting at `lam`: `"scalar"`, one for all parameters, `"tensor"`, one each, or `"parameter"`, one
+            per entry. Kept as log λ in `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a learning
+            rate of its own. Its gradient is the implicit one, exact for converged inner solves (with `MAML` that of the K steps).
+        adapt: which parameters adapt to a task, as a pattern of their names (`"head.*"`) or several; all by default. The others are
+            shared by all tasks: meta-learned, not adapted.
+        regulariser: a function R(φ, θ) of two dicts of one task's tensors, in place of ½λ‖φ − θ‖²; returns a scalar.
         solver: how the inner problem is solved; 5 steps of gradient descent at 0.1 by default.
         estimator: how the meta-gradient is made; FO-B-MAML by default.
         engine: `"stacked"`, `"inplace"` or `"auto"`, which picks one and says which in the statistics.
         chunk: stacked engine only: how many solves (tasks × nudges) are held in memory at once; None for all.
         seed: of dropout masks and inner minibatches. They change with every call of `backward` and are the same for all solves of one.
+        capture: on a CUDA device, record a meta-step that repeats itself as a CUDA graph and replay it. The recording holds its memory.
 
     Example:
         >>> learner = MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss, lam=2.0)
@@ -58,12 +68,16 @@ class MetaLearner(nn.Module):
         model: nn.Module,
         loss: Loss,
         *,
-        lam: Stiffness = 2.0,
+        lam: Stiffness | None = None,
+        learn_lam: Per | None = None,
+        adapt: str | Sequence[str] | None = None,
+        regulariser: Regulariser | None = None,
         solver: Solver | None = None,
         estimator: Estimator | None = None,
         engine: EngineName = "auto",
         chunk: int | None = None,
         seed: int = 0,
+        capture: bool = True,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -74,28 +88,73 @@ class MetaLearner(nn.Module):
             raise ValueError(f"Unknown engine {engine!r}. Choose one of: auto, stacked, inplace.")
         self.model = model
         self.loss = loss
-        self.lam = lam
+        if regulariser is not None and (lam is not None or learn_lam is not None):
+            raise ValueError(
+                f"regulariser stands in place of ½λ‖φ − θ‖², so {'lam' if lam is not None else 'learn_lam'} would have no effect. Give one "
+                "of them."
+            )
+        if regulariser is not None and not callable(regulariser):
+            raise TypeError(f"regulariser must be a function of (phi, theta), got {type(regulariser).__name__}.")
+        self.lam: Stiffness = lam if lam is not None else 2.0
+        self.learn_lam = learn_lam
+        self.regulariser = regulariser
+        self.adapting = adapt
+        self.log_lam: LogStiffness | None = None
         self.solver: Solver = solver if solver is not None else GradientDescent(lr=0.1, steps=5)
         self.estimator: Estimator = estimator if estimator is not None else FOBMAML()
         self.engine = engine
         self.chunk = chunk
         self.seed = seed
+        self.capture = capture
         self.calls = 0
         self._cached: tuple[Any, Problem, Any] | None = None
         self._cannot_stack: str | None = None
+        self._captures = Captures()
         StackedEngine(chunk)
-        self.problem()
+        fixed = self.problem()
+        if learn_lam is not None:
+            self.log_lam = LogStiffness(self.lam, learn_lam, fixed.parameters)
+            self.problem()
 
     def problem(self) -> Problem:
         """The two-level problem as it stands: made anew when parameters were frozen, moved, cast or exchanged."""
-        state = tuple((id(p), p.requires_grad, p.device, p.dtype) for p in self.model.parameters())
-        key = (state, id(self.model), id(self.loss), _fingerprint(self.lam))
+        state = tuple((id(p), p.requires_grad, p.device, p.dtype) for p in self.parameters())
+        patterns = self.adapting if self.adapting is None or isinstance(self.adapting, str) else tuple(self.adapting)
+        key = (state, id(self.model), id(self.loss), _fingerprint(self.lam), patterns, id(self.regulariser), id(self.log_lam))
         if self._cached is None or self._cached[0] != key:
             # What the key knows by its id is kept alive with it: a freed object's id may be given to another.
-            kept = (self.model, self.loss, dict(self.lam) if isinstance(self.lam, Mapping) else self.lam)
-            self._cached = (key, Problem(Objective(self.model, self.loss), self.lam), kept)
+            kept = (self.model, self.loss, dict(self.lam) if isinstance(self.lam, Mapping) else self.lam, self.regulariser, self.log_lam)
+            term = self.log_lam if self.log_lam is not None else self.lam
+            self._cached = (key, Problem(Objective(self.model, self.loss), term, adapt=patterns, regulariser=self.regulariser), kept)
             self._cannot_stack = None
         return self._cached[1]
+
+    def stiffness(self) -> Params:
+        """λ of each parameter that adapts as it is now, 0-d or of the parameter's shape (copies)."""
+        problem = self.problem()
+        problem.proximal.refresh()
+        return {n: leaf.clone() for n, leaf in problem.lam.items()}
+
+    def lam_parameters(self) -> Iterator[nn.Parameter]:
+        """log λ, where it is learned."""
+        if self.log_lam is not None:
+            yield from self.log_lam.parameters()
+
+    def parameter_groups(self, lr: float, lam_lr: float | None = None) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer: the model's with `lr`, log λ with `lam_lr` (default: `lr`) and without weight decay.
+
+        Example:
+            >>> learner = MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss, learn_lam="tensor")
+            >>> optimizer = torch.optim.AdamW(learner.parameter_groups(lr=1e-3, lam_lr=1e-2))
+            >>> [(len(group["params"]), group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+            [(2, 0.001, 0.01), (2, 0.01, 0.0)]
+        """
+        groups: list[dict[str, Any]] = [{"params": list(self.model.parameters()), "lr": lr}]
+        if self.log_lam is not None:
+            groups.append({"params": list(self.lam_parameters()), "lr": lr if lam_lr is None else lam_lr, "weight_decay": 0.0})
+        elif lam_lr is not None:
+            raise ValueError(f"lam_lr={lam_lr!r} was given, but λ is not learned. Make the learner with learn_lam, or leave lam_lr out.")
+        return groups
 
     def backward(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> Stats:
         """Add the mean meta-gradient of the tasks to the parameters' `.grad`, like `loss.backward()`.
@@ -110,8 +169,8 @@ class MetaLearner(nn.Module):
             first: place of the first task in a meta-batch shared among machines, so that each task's draws are the same wherever it runs.
         """
         gradient, stats = self.meta_gradient(tasks, metrics=metrics, seed=seed, first=first)
-        parameters = self.problem().parameters
-        torch.autograd.backward(list(parameters.values()), [gradient.pop(n).to(p.dtype) for n, p in parameters.items()])
+        parameters = self.problem().meta_parameters
+        torch.autograd.backward(list(parameters.values()), [gradient.pop(n).to(p) for n, p in parameters.items()])
         return stats
 
     def forward(self, tasks: Tasks, *, seed: int | None = None) -> Tensor:
@@ -119,11 +178,11 @@ class MetaLearner(nn.Module):
 
         For what wants a loss rather than a `.grad`: `GradScaler.scale(learner(tasks)).backward()`, or `DistributedDataParallel(learner)`.
         """
-        parameters = self.problem().parameters
+        parameters = self.problem().meta_parameters
         return _MetaLoss.apply(self, tasks, seed, *parameters.values())
 
     def meta_gradient(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> tuple[Params, Stats]:
-        """The mean meta-gradient as a dict keyed like `model.named_parameters()`; writes no `.grad`."""
+        """The mean meta-gradient as a dict keyed like `model.named_parameters()`, then `log_lam.…` where λ is learned; writes no `.grad`."""
         batch = TaskBatch.of(tasks)
         if seed is None:
             seed = mix(self.seed, self.calls)
@@ -131,7 +190,8 @@ class MetaLearner(nn.Module):
         with _gradients_on():
             engine, _ = self.choose_engine(batch)
             try:
-                result = meta_gradient(self.problem(), batch, engine=engine, **options)  # type: ignore[arg-type]
+                captures = self._captures if self.capture else None
+                result = meta_gradient(self.problem(), batch, engine=engine, captures=captures, **options)  # type: ignore[arg-type]
             except StackingError as error:
                 if self.engine != "auto" or "inplace" not in self.estimator.engines:
                     raise
@@ -150,7 +210,7 @@ class MetaLearner(nn.Module):
         """
         with _gradients_on():
             adapted = copy.deepcopy(self.model)
-            problem = Problem(Objective(adapted, self.loss), self.lam)
+            problem = Problem(Objective(adapted, self.loss), self.problem().proximal, adapt=self.adapting)
             batch = TaskBatch.of(Task(support, support))
             problem.check_tasks(batch)
             with InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
@@ -193,7 +253,7 @@ class MetaLearner(nn.Module):
         if not isinstance(self.solver, LinearSolver):
             return inplace, f"{type(self.solver).__name__} works on one task at a time"
         problem = self.problem()
-        size = sum(p.numel() for p in problem.parameters.values())
+        size = sum(p.numel() for p in (*problem.parameters.values(), *problem.shared.values()))
         if problem.device.type == "cpu":
             if size <= LARGEST_STACKED_ON_CPU:
                 return stacked, f"{size} parameters: on a CPU many small solves are faster side by side"
@@ -204,7 +264,10 @@ class MetaLearner(nn.Module):
 
     def extra_repr(self) -> str:
         """Solver, estimator and engine, for `repr`."""
-        return f"lam={self.lam!r}, solver={self.solver!r}, estimator={self.estimator!r}, engine={self.engine!r}"
+        term = f"lam={self.lam!r}" if self.regulariser is None else f"regulariser={self.regulariser!r}"
+        more = {"learn_lam": self.learn_lam, "adapt": self.adapting}
+        shown = "".join(f", {name}={value!r}" for name, value in more.items() if value is not None)
+        return f"{term}{shown}, solver={self.solver!r}, estimator={self.estimator!r}, engine={self.engine!r}"
 
     def _fall_back(self, error: StackingError) -> None:
         self._cannot_stack = str(error)
@@ -284,7 +347,7 @@ class _MetaLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, learner: MetaLearner, tasks: Tasks, seed: int | None, *parameters: Tensor) -> Tensor:
         gradient, stats = learner.meta_gradient(tasks, seed=seed)
-        ctx.save_for_backward(*(g.to(p.dtype) for g, p in zip(gradient.values(), parameters, strict=True)))
+        ctx.save_for_backward(*(g.to(p) for g, p in zip(gradient.values(), parameters, strict=True)))
         return parameters[0].new_tensor(stats.query_loss)
 
     @staticmethod

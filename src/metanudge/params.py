@@ -15,15 +15,46 @@ Params = dict[str, Tensor]
 """Tensors keyed like `named_parameters()`; inside solvers each has shape `(rows, *parameter.shape)`."""
 
 
+def _matrix(leaf: Tensor) -> Tensor:
+    """`(rows, entries)`, also for a parameter that is a single number."""
+    return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
+
+
+class Flat(dict[str, Tensor]):
+    """Parameters whose leaves are views of one matrix: what is done to all of them alike is done to the matrix, in one go.
+
+    Args:
+        matrix: `(rows, num_parameters)`.
+        shapes: of one row of each leaf, in the order in which they lie.
+
+    Example:
+        >>> flat = Flat(torch.arange(8.0).view(2, 4), {"w": torch.Size([3]), "b": torch.Size([])})
+        >>> flat["w"].tolist(), flat["b"].tolist()
+        ([[0.0, 1.0, 2.0], [4.0, 5.0, 6.0]], [3.0, 7.0])
+    """
+
+    def __init__(self, matrix: Tensor, shapes: Mapping[str, torch.Size]) -> None:
+        pieces = matrix.split([shape.numel() for shape in shapes.values()], dim=1)
+        super().__init__({n: p.view(-1, *shape) for (n, shape), p in zip(shapes.items(), pieces, strict=True)})
+        self.matrix = matrix
+        self.shapes = shapes
+
+    def like(self, matrix: Tensor) -> Flat:
+        """Another matrix, cut in the same way."""
+        return Flat(matrix, self.shapes)
+
+
 def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """Inner product of each row, shape `(rows,)`."""
-    products = [torch.linalg.vecdot(a[name].flatten(1), b[name].flatten(1)) for name in a]
+    products = [torch.linalg.vecdot(_matrix(a[name]), _matrix(b[name])) for name in a]
     return torch.stack(products).sum(0)
 
 
 def norm(a: Mapping[str, Tensor]) -> Tensor:
     """Euclidean norm of each row, shape `(rows,)`; allocates nothing of the size of `a`."""
-    norms = [torch.linalg.vector_norm(leaf.flatten(1), dim=1) for leaf in a.values()]
+    if isinstance(a, Flat):
+        return torch.linalg.vector_norm(a.matrix, dim=1)
+    norms = [torch.linalg.vector_norm(_matrix(leaf), dim=1) for leaf in a.values()]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
@@ -49,7 +80,7 @@ def zeros_like(a: Params) -> Params:
 
 def flatten(a: Params) -> Tensor:
     """All parameters of each row in one matrix, shape `(rows, num_parameters)`."""
-    return torch.cat([leaf.flatten(1) for leaf in a.values()], dim=1)
+    return torch.cat([_matrix(leaf) for leaf in a.values()], dim=1)
 
 
 def unflatten(matrix: Tensor, like: Params) -> Params:

@@ -4,27 +4,29 @@
     inner:  φ*_i(θ) = argmin_φ  f̂_i(φ) + ½‖φ − θ‖²_λ                (paper, eq. 7)
     nudged: φ*_{i,ν}(θ) = argmin_φ  f̂_i(φ) + ½‖φ − θ‖²_λ + ν p(φ)   (paper, eq. 11)
 
-The nudge p is the query loss f_i itself (`"loss"`, the paper) or its linearisation ⟨∇f_i(φ_0), φ⟩ at the un-nudged solution
-(`"gradient"`); both give the same derivative at ν = 0. The engines evaluate it; this file says what is evaluated.
+Parameters that do not adapt are shared by all tasks: f̂ and f depend on them too, and they are meta-learned with the rest. The nudge p
+is the query loss f_i itself (`"loss"`, the paper) or its linearisation ⟨∇f_i(φ_0), φ⟩ at the un-nudged solution (`"gradient"`); both
+give the same derivative at ν = 0. The engines evaluate it; this file says what is evaluated.
 """
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from metanudge.params import Params
+from metanudge.proximal import Diagonal, LogStiffness, Proximal, Regulariser, Stiffness, proximal_term
 from metanudge.task import Batch, TaskBatch, describe, tensors
 
 Nudge = Literal["loss", "gradient"]
 Loss = Callable[..., Tensor]
-Stiffness = float | Tensor | Mapping[str, float | Tensor]
 
 
 def takes_model(loss: Loss) -> bool:
@@ -84,6 +86,10 @@ class Objective(nn.Module):
         """Loss and accuracy of the model's output on the targets."""
         return self._checked(self.loss(output, target), classification_accuracy(output, target))
 
+    def judge_loss(self, output: Any, target: Any) -> Tensor:
+        """The loss alone."""
+        return self._checked(self.loss(output, target), None)[0]
+
     @staticmethod
     def _checked(loss: Any, accuracy: Tensor | None) -> tuple[Tensor, Tensor]:
         if not isinstance(loss, Tensor) or loss.ndim != 0:
@@ -106,32 +112,50 @@ def classification_accuracy(output: Any, target: Any) -> Tensor | None:
 
 
 class Problem:
-    """A model, a loss and a stiffness λ, with the names and tensors the engines need.
+    """A model, a loss and a proximal term, with the names and tensors the engines need.
 
     Args:
         objective: model and loss.
-        lam: λ > 0 as a number, one number per tensor (mapping from parameter name), or one per parameter (mapping from
-            name to a tensor of the parameter's shape). Names left out of a mapping are an error.
+        lam: the proximal term, or λ > 0 of ½‖φ − θ‖²_λ: a number, one number per tensor (mapping from parameter name), one per
+            parameter (mapping from name to a tensor of the parameter's shape), or an operator. Names left out of a mapping are an error.
+        adapt: patterns of the names of parameters that adapt; all by default.
+        regulariser: R(φ, θ) in place of the term that `lam` describes.
+
+    Attributes:
+        parameters: those that adapt.
+        shared: those that are meta-learned but do not adapt.
+        meta_parameters: everything that gets a meta-gradient: the two above in the model's order, then what the proximal term learns.
     """
 
-    def __init__(self, objective: Objective, lam: Stiffness) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        lam: Stiffness | LogStiffness | Proximal,
+        *,
+        adapt: str | Sequence[str] | None = None,
+        regulariser: Regulariser | None = None,
+    ) -> None:
         self.objective = objective
-        self.parameters = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
-        if not self.parameters:
+        trainable = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
+        if not trainable:
             raise ValueError(
                 "No parameter of the model requires grad, so there is nothing to meta-learn. "
                 "Set requires_grad=True on the parameters that should adapt."
             )
-        devices = {p.device for p in self.parameters.values()}
+        devices = {p.device for p in trainable.values()}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"The trainable parameters lie on several devices ({names}). Move the model to one device.")
         (self.device,) = devices
-        self.lam = stiffness_per_parameter(lam, self.parameters)
+        adapting = names_that_adapt(adapt, trainable, dict(objective.model.named_parameters()))
+        self.parameters = {n: p for n, p in trainable.items() if n in adapting}
+        self.shared = {n: p for n, p in trainable.items() if n not in adapting}
+        self.proximal = lam if isinstance(lam, Proximal) else proximal_term(lam, self.parameters, regulariser)
+        self.meta_parameters: dict[str, nn.Parameter] = {**trainable, **self.proximal.learned}
 
     @property
     def theta(self) -> Params:
-        """The meta-parameters, detached (no copy)."""
+        """The meta-parameters that adapt, detached (no copy)."""
         return {name: p.detach() for name, p in self.parameters.items()}
 
     @property
@@ -139,10 +163,21 @@ class Problem:
         """Dtype in which displacements are kept: the parameter's own, float32 at least."""
         return {n: torch.promote_types(p.dtype, torch.float32) for n, p in self.parameters.items()}
 
-    @cached_property
-    def smallest_lam(self) -> float:
-        """The smallest stiffness: the strong-convexity constant that the proximal term guarantees by itself."""
-        return min(float(value.min()) for value in self.lam.values())
+    @property
+    def lam(self) -> Params:
+        """λ of each parameter that adapts, 0-d or of its shape; a `TypeError` where the proximal term is no ½‖φ − θ‖²_λ."""
+        if not isinstance(self.proximal, Diagonal):
+            raise TypeError(f"The proximal term is {type(self.proximal).__name__}, which has no λ per parameter.")
+        return self.proximal.lam
+
+    @property
+    def smallest_lam(self) -> float | Tensor:
+        """The strong-convexity constant that the proximal term guarantees by itself: the smallest λ."""
+        return self.proximal.smallest_curvature
+
+    def zero_gradient(self) -> Params:
+        """A meta-gradient of zero, in float32 at least."""
+        return {n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in self.meta_parameters.items()}
 
     def check_tasks(self, batch: TaskBatch) -> None:
         """Raise a `ValueError` where the tasks' device or floating dtype does not fit the model."""
@@ -164,37 +199,45 @@ class Problem:
                         )
 
 
-def stiffness_per_parameter(lam: Stiffness, parameters: Mapping[str, Tensor]) -> Params:
-    """λ as one tensor per parameter, 0-d or of the parameter's shape; raises where it is not positive or does not fit."""
-    if isinstance(lam, Mapping):
-        unknown, missing = sorted(set(lam) - set(parameters)), sorted(set(parameters) - set(lam))
-        if unknown or missing:
-            parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
-            raise ValueError(
-                f"The names in lam do not match the model's trainable parameters ({'; '.join(parts)}). "
-                f"Give one value per parameter name: {', '.join(parameters)}."
-            )
-        return {name: _stiffness(lam[name], f"lam[{name!r}]", p) for name, p in parameters.items()}
-    if isinstance(lam, Tensor) and lam.ndim > 0:
-        raise ValueError(
-            f"lam is a tensor of shape {tuple(lam.shape)}. One value per parameter goes into a mapping from parameter name to "
-            "a tensor of that parameter's shape; a single number applies to all."
-        )
-    return {name: _stiffness(lam, "lam", p) for name, p in parameters.items()}
+def names_that_adapt(patterns: str | Sequence[str] | None, trainable: Mapping[str, Any], everything: Mapping[str, Any]) -> set[str]:
+    """The names that match one of the patterns (as in a shell: `*`, `?`, `[…]`); all for None. A pattern must match something.
+
+    Example:
+        >>> names = dict.fromkeys(["body.weight", "body.bias", "head.weight", "head.bias"])
+        >>> sorted(names_that_adapt("head.*", names, names))
+        ['head.bias', 'head.weight']
+    """
+    if patterns is None:
+        return set(trainable)
+    given = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not given or not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(f"adapt must be a pattern of parameter names or a list of them, got {patterns!r}. Leave it out to adapt all.")
+    found: set[str] = set()
+    for pattern in given:
+        matching = {name for name in trainable if fnmatch.fnmatchcase(name, pattern)}
+        if not matching:
+            frozen = [name for name in everything if fnmatch.fnmatchcase(name, pattern)]
+            only = f", only frozen ones ({_some(frozen)}). Set requires_grad=True on them."
+            detail = only if frozen else f".{_near(pattern, trainable)}"
+            raise ValueError(f"adapt={pattern!r} matches no trainable parameter{detail}")
+        found |= matching
+    return found
 
 
-def _stiffness(value: float | Tensor, what: str, parameter: Tensor) -> Tensor:
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    tensor = torch.as_tensor(value, dtype=dtype, device=parameter.device).detach()
-    if tensor.ndim > 0 and tensor.shape != parameter.shape:
-        raise ValueError(
-            f"{what} has shape {tuple(tensor.shape)} but its parameter has {tuple(parameter.shape)}. "
-            "Give a number or a tensor of the parameter's shape."
-        )
-    if not bool(torch.isfinite(tensor).all()) or not bool((tensor > 0).all()):
-        shown = float(tensor) if tensor.ndim == 0 else f"an entry of {float(tensor[~(torch.isfinite(tensor) & (tensor > 0))][0])}"
-        raise ValueError(
-            f"{what} must be positive and finite, got {shown}: λ is the stiffness of the proximal term ½λ‖φ − θ‖², and "
-            "without it the inner problem has no unique solution. Start with 2.0, or about 1/(inner learning rate)."
-        )
-    return tensor
+def _near(pattern: str, names: Mapping[str, Any]) -> str:
+    """Names that a pattern which matches nothing may have meant; all of them (or the first few) where none is close."""
+    whole = list(names)
+    modules = [name.rpartition(".")[0] for name in whole]
+    stem = pattern.rstrip("*?.")
+    close = {
+        name
+        for name, module in zip(whole, modules, strict=True)
+        if difflib.get_close_matches(stem, [name, module, *module.split(".")], n=1, cutoff=0.5) or (stem and stem.lower() in name.lower())
+    }
+    if close:
+        return f" Near matches: {_some([name for name in whole if name in close])}."
+    return f" The trainable parameters are {_some(whole)}."
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

@@ -6,7 +6,7 @@ batch is a pair `(inputs, targets)`. This module knows torch and nothing of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -225,6 +225,12 @@ class TaskBatch(Sequence[Task]):
         moved = TaskBatch.__new__(TaskBatch)
         moved._set(tuple(Stack(s.places, _to(s.support, args, kwargs), _to(s.query, args, kwargs)) for s in self.stacks))
         return moved
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> TaskBatch:
+        """The same tasks with `function` applied to every tensor."""
+        new = TaskBatch.__new__(TaskBatch)
+        new._set(tuple(Stack(s.places, map_tensors(function, s.support), map_tensors(function, s.query)) for s in self.stacks))
+        return new
 
 
 def _to(batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:

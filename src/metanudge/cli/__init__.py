@@ -22,6 +22,9 @@ COMMANDS = {
     "train": "meta-train a few-shot learner, or resume a run",
     "eval": "accuracy of a trained run on held-out tasks",
     "adapt": "adapt a trained run to your own examples and predict",
+    "reproduce": "measure the paper's figures and tables anew",
+    "report": "one page of all results, with figures and verdicts",
+    "bench": "speed and memory, side by side with other libraries",
     "data": "list, fetch and verify the data sets",
     "doctor": "check the installation with a short self-test",
 }
@@ -38,6 +41,7 @@ examples:
   metanudge train omniglot --ways 20 --estimator fomaml    another data set, another estimator
   metanudge train photos/ --shots 5                        your own: one sub-folder per class
   metanudge train --resume runs/mnist1d-20260101-120000    go on where a run stopped
+  metanudge reproduce all --quick                          the paper's figures and tables, and a page about them
   torchrun --nproc-per-node=4 -m metanudge train omniglot  many processes
 
 exit codes: 0 done · 2 bad input · 4 NaN or Inf · 5 out of memory · 130 Ctrl-C · 143 SIGTERM (both after saving)
@@ -49,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_USAGE.format(commands="\n".join(f"  {name:<8} {text}" for name, text in available().items())))
+        print(_USAGE.format(commands="\n".join(f"  {name:<9} {text}" for name, text in available().items())))
         return 0 if arguments else EXIT_BAD_INPUT
     name, rest = arguments[0], arguments[1:]
     if name in ("--version", "-V"):

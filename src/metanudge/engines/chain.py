@@ -3,11 +3,13 @@
 `vmap` runs any model, but every operation pays for its way through the transform, and batched weights shuffle memory around each layer.
 A model that is an `nn.Sequential` (nested or not) of the layers below needs none of that: a convolution with one weight per row is a
 grouped convolution over `rows × channels`, BatchNorm normalises those channels one by one anyway, elementwise layers and pooling do not
-care, and a linear layer is a batched matrix product. First derivatives only; second-order estimators take the general path.
+care, and a linear layer is a batched matrix product. Convolution blocks at the beginning run as one operation (see `trunk`). First
+derivatives only; second-order estimators take the general path.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metanudge.engines.trunk import Block, BlockWeights, Trunk, match, rows_at_once, trunk_for
+from metanudge.engines.trunk.match import halves
 from metanudge.params import Params
 from metanudge.problem import Problem
 
@@ -121,12 +125,24 @@ def _per_example(layer: nn.Module, x: Signal, weights: Weights) -> Signal:
 Step = Callable[[nn.Module, Signal, Weights], Signal]
 
 
+@dataclass(frozen=True)
+class Data:
+    """Inputs of some tasks of a group, and what a trunk has made of them, if one runs."""
+
+    tasks: slice  # their places in the group
+    inputs: Tensor  # (tasks, examples, ...)
+    trunk: Trunk | None = None
+    prepared: Any = None
+    rows_at_once: int | None = None
+
+
 class Chain:
     """A model as a list of layers, each with what runs it for all rows."""
 
     def __init__(self, problem: Problem, steps: list[tuple[nn.Module, Step]]) -> None:
         self._steps = steps
         self._names = {id(p): name for name, p in problem.parameters.items()}
+        self._trunk = match([layer for layer, _ in steps])
 
     @classmethod
     def of(cls, problem: Problem) -> Chain | None:
@@ -137,9 +153,33 @@ class Chain:
         steps: list[tuple[nn.Module, Step]] = []
         return cls(problem, steps) if _collect(model, steps) else None
 
-    def outputs(self, inputs: Tensor, phi: Params) -> Tensor:
-        """The model's outputs `(rows, examples, ...)` for inputs `(rows, examples, ...)` and parameters with a row axis."""
-        rows = inputs.shape[0]
+    @property
+    def has_trunk(self) -> bool:
+        """Whether convolution blocks come first; whether they run as a trunk depends on device and inputs, too."""
+        return self._trunk is not None
+
+    def prepare(self, inputs: Tensor) -> list[Data]:
+        """Whatever depends on the inputs `(tasks, examples, ...)` alone: done once, used for all steps and nudges.
+
+        In several portions where the activations of all tasks would take much memory.
+        """
+        tasks = len(inputs)
+        if self._trunk is None:
+            return [Data(slice(0, tasks), inputs)]
+        x = inputs
+        for layer in self._trunk.before:
+            x = layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        trunk = trunk_for(x.device, x.dtype, self._trunk.blocks) if self._trunk.fits(x) else None
+        if trunk is None:
+            return [Data(slice(0, tasks), inputs)]
+        limit = rows_at_once(trunk, x)
+        each = tasks if limit is None else math.ceil(tasks / math.ceil(tasks / limit))
+        portions = [slice(first, min(first + each, tasks)) for first in range(0, tasks, each)]
+        return [Data(portion, inputs[portion], trunk, trunk.prepare(x[portion]), limit) for portion in portions]
+
+    def outputs(self, data: Data, phi: Params) -> Tensor:
+        """The model's outputs `(rows, examples, ...)` for parameters with a row axis; rows are nudges × tasks, nudge by nudge."""
+        rows = next(iter(phi.values())).shape[0]
 
         def weights(layer: nn.Module, name: str) -> Tensor | None:
             parameter = getattr(layer, name)
@@ -148,15 +188,23 @@ class Chain:
             known = self._names.get(id(parameter))
             return phi[known] if known is not None else parameter.detach().expand(rows, *parameter.shape)
 
-        x = Signal(inputs, rows, False)
-        for layer, step in self._steps:
+        steps = self._steps
+        if data.trunk is None:
+            times = rows // data.inputs.shape[0]
+            x = Signal(data.inputs.repeat(times, *[1] * (data.inputs.ndim - 1)) if times > 1 else data.inputs, rows, False)
+        else:
+            assert self._trunk is not None
+            x = Signal(data.trunk.outputs(data.prepared, [_block_weights(block, weights) for block in self._trunk.blocks]), rows, False)
+            steps = steps[self._trunk.layers :]
+        for layer, step in steps:
             x = step(layer, x, weights)
         return x.unfold()
 
 
-def _halves(layer: nn.MaxPool1d | nn.MaxPool2d) -> bool:
-    options = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode, layer.return_indices)
-    return type(layer) in (nn.MaxPool1d, nn.MaxPool2d) and options == (2, 2, 0, 1, False, False)
+def _block_weights(block: Block, weights: Weights) -> BlockWeights:
+    weight = weights(block.conv, "weight")
+    assert weight is not None
+    return BlockWeights(weight, weights(block.conv, "bias"), weights(block.norm, "weight"), weights(block.norm, "bias"))
 
 
 def _watched(module: nn.Module) -> bool:
@@ -178,7 +226,7 @@ def _collect(module: nn.Module, steps: list[tuple[nn.Module, Step]]) -> bool:
         step = _linear  # type: ignore[assignment]
     elif isinstance(module, nn.Flatten) and kind is nn.Flatten:
         step = _flatten if (module.start_dim, module.end_dim) == (1, -1) else None  # type: ignore[assignment]
-    elif isinstance(module, (nn.MaxPool1d, nn.MaxPool2d)) and _halves(module):
+    elif isinstance(module, (nn.MaxPool1d, nn.MaxPool2d)) and halves(module):
         step = _pool  # type: ignore[assignment]
     elif kind in ELEMENTWISE or (kind in POOLING and not getattr(module, "return_indices", False)):
         step = _apply

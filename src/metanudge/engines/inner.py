@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from metanudge.params import Params, dot
+from metanudge.params import Flat, Params, dot
 from metanudge.problem import Nudge, Problem
 from metanudge.solvers.base import Oracle, Solution, Solver
 
@@ -24,6 +25,8 @@ class Cost:
     support_gradients: int = 0
     query_gradients: int = 0
     hessian_products: int = 0
+    drew: bool = False
+    """Whether the model used random numbers."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,11 @@ class Inner(ABC):
             start: displacements to start from, `(rows, ...)`; overwritten.
             shift: moves θ itself (start and centre) by this much, `(rows, ...)`.
         """
-        return solver.solve(NudgedOracle(self, list(offsets), nudge, force, shift), start)
+        return solver.solve(self.oracle(list(offsets), nudge, force, shift), start)
+
+    def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
+        """The nudged problems as solvers see them."""
+        return NudgedOracle(self, offsets, nudge, force, shift)
 
     def parts(self, offsets: Sequence[float]) -> Iterator[Sequence[float]]:
         """The offsets in the portions that this engine solves at once."""
@@ -86,9 +93,22 @@ class Inner(ABC):
     def nudges_at_once(self) -> int:
         """How many nudged problems of one task are solved side by side."""
 
+    @property
     @abstractmethod
-    def query_gradient(self, d: Params, step: int = 0) -> Params:
-        """∇f(θ + d), rows as in `d`; its cost is one query gradient a row."""
+    def theta(self) -> Params:
+        """The meta-parameters that adapt."""
+
+    @abstractmethod
+    def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
+        """∇f(θ + d), rows as in `d`, with `shared` also by the shared parameters; its cost is one query gradient a row."""
+
+    @abstractmethod
+    def shared_gradient(self, d: Params, offsets: Tensor | None) -> Params:
+        """Gradient of f̂(θ + d) + ν f(θ + d) by the shared parameters, rows as in `d`; without offsets f is not evaluated."""
+
+    @abstractmethod
+    def shared_hvp(self, d: Params, v: Params) -> Params:
+        """∂²f̂/∂ω∂φ at θ + d times v: how the gradient by the shared parameters ω changes as φ moves along v."""
 
     @abstractmethod
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
@@ -97,6 +117,10 @@ class Inner(ABC):
     @abstractmethod
     def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
         """Losses `(rows,)` and gradient of f̂(θ + d) + ν f(θ + d); without offsets f is not evaluated at all."""
+
+    def gradient_at_theta(self, d: Params, offsets: Tensor | None, batch_size: int | None) -> tuple[Tensor, Params]:
+        """`data_gradient` for the first step from θ itself (all entries of `d` are zero)."""
+        return self.data_gradient(d, offsets, 0, batch_size)
 
     @abstractmethod
     def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
@@ -123,12 +147,15 @@ class NudgedOracle:
         self._nu: Tensor | None = None
         if nudge == "loss":
             dtype = next(iter(inner.problem.theta_dtypes.values()))
-            self._nu = torch.tensor(offsets, dtype=dtype, device=inner.problem.device).repeat_interleave(inner.tasks)
+            self._nu = torch.cat([torch.full((inner.tasks,), nu, dtype=dtype, device=inner.problem.device) for nu in offsets])
+        self._start: Params | None = None  # the zeros handed out, until a gradient is asked for
         self._pull: Params | None = None
         if nudge == "gradient":
             assert force is not None
             if len(offsets) == 1:
                 self._pull, self._pull_scale = force, offsets[0]
+            elif isinstance(force, Flat):
+                self._pull, self._pull_scale = force.like(torch.cat([force.matrix * nu for nu in offsets])), 1.0
             else:
                 self._pull, self._pull_scale = {n: torch.cat([q * nu for nu in offsets]) for n, q in force.items()}, 1.0
 
@@ -138,28 +165,37 @@ class NudgedOracle:
         return len(self.offsets) * self.inner.tasks
 
     @property
-    def strong_convexity(self) -> float:
+    def strong_convexity(self) -> float | Tensor:
         """The smallest λ."""
         return self.inner.problem.smallest_lam
 
     def zeros(self) -> Params:
         """The displacement of θ itself."""
-        return self.inner.zeros(self.rows)
+        self._start = self.inner.zeros(self.rows)
+        return self._start
 
     def gradient(self, d: Params, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Params]:
         """Data losses and gradient of the nudged objective."""
-        loss, g = self.inner.data_gradient(self._place(d), self._nu, step, batch_size)
-        lam = self.inner.problem.lam
-        for name, leaf in g.items():
-            leaf.addcmul_(d[name], lam[name])
-            if self._pull is not None:
-                leaf.add_(self._pull[name], alpha=self._pull_scale)
+        if d is self._start and step == 0 and self.shift is None:
+            loss, g = self.inner.gradient_at_theta(d, self._nu, batch_size)
+        else:
+            loss, g = self.inner.data_gradient(self._place(d), self._nu, step, batch_size)
+        self._start = None
+        self.complete(g, d)
         return loss, g
+
+    def complete(self, g: Params, d: Params) -> None:
+        """Add proximal term and linear nudge to the data's gradient, or to some leaves of it, in place."""
+        self.inner.problem.proximal.add_force(g, d, self._theta)
+        if isinstance(g, Flat) and isinstance(self._pull, Flat):
+            g.matrix.add_(self._pull.matrix, alpha=self._pull_scale)
+        elif self._pull is not None:
+            for name, leaf in g.items():
+                leaf.add_(self._pull[name], alpha=self._pull_scale)
 
     def objective(self, loss: Tensor, d: Params) -> Tensor:
         """The data losses plus proximal term and linear nudge."""
-        lam = self.inner.problem.lam
-        total = loss + 0.5 * dot(d, {n: lam[n] * leaf for n, leaf in d.items()})
+        total = loss + self.inner.problem.proximal.energy(d, self._theta)
         if self._pull is not None:
             total = total + self._pull_scale * dot(self._pull, d)
         return total
@@ -171,8 +207,15 @@ class NudgedOracle:
     def hvp(self, d: Params, v: Params, step: int = 0) -> Params:
         """Hessian of the nudged objective times v."""
         _, _, hv = self.inner.data_hvp(self._place(d), v, self._nu, step, None)
-        lam = self.inner.problem.lam
-        return {n: torch.addcmul(leaf, v[n], lam[n]) for n, leaf in hv.items()}
+        return self.inner.problem.proximal.add_curvature(hv, d, v, self._theta)
+
+    @cached_property
+    def _theta(self) -> Params:
+        """The centre of the proximal term, with a row axis where it was shifted."""
+        theta = self.inner.theta
+        if self.shift is None or not self.inner.problem.proximal.uses_theta:
+            return theta
+        return {n: theta[n] + leaf for n, leaf in self.shift.items()}
 
     def split(self) -> list[Oracle]:
         """One oracle per row."""

@@ -11,19 +11,21 @@ they were. Hooks registered on parameters see the inner gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from metanudge.engines.descent import Complete, Descent
 from metanudge.engines.diagnosis import model_refuses
-from metanudge.engines.inner import Cost, Inner, Measured
+from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.params import Params
-from metanudge.problem import LossError, Problem
+from metanudge.problem import LossError, Nudge, Problem
+from metanudge.proximal import Diagonal
 from metanudge.task import Batch, Task, TaskBatch, map_tensors
 
 
@@ -42,6 +44,23 @@ class Guard:
         ]
         for parameter, _ in self._gradients:
             parameter.grad = None
+        self._shared = problem.shared
+        self._want(adapting=True, shared=False)
+
+    @contextmanager
+    def sharing(self, *, adapting: bool = True) -> Iterator[None]:
+        """Gradients by the shared parameters, which inner steps do without, and by those that adapt unless that is turned off."""
+        self._want(adapting=adapting, shared=True)
+        try:
+            yield
+        finally:
+            self._want(adapting=True, shared=False)
+
+    def _want(self, *, adapting: bool, shared: bool) -> None:
+        if self._shared:
+            for parameters, on in ((self._parameters, adapting), (self._shared, shared)):
+                for parameter in parameters.values():
+                    parameter.requires_grad_(on)
 
     def restore_buffers(self) -> None:
         """Undo what a forward pass did to the buffers: BatchNorm's running statistics and the like."""
@@ -50,6 +69,7 @@ class Guard:
 
     def restore(self) -> None:
         """Put everything back."""
+        self._want(adapting=True, shared=True)
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self.theta[name])  # .data: the values are what they were, so graphs made before stay valid
         for parameter, gradient in self._gradients:
@@ -86,6 +106,7 @@ class InplaceEngine:
     ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch as groups of one; the module is restored when the session ends."""
         _refuse_synchronising_wrappers(problem.objective.model)
+        problem.proximal.refresh()
         draws = Draws(seed, problem.device)
         with draws.preserved():
             guard = Guard(problem)
@@ -119,12 +140,68 @@ class InplaceInner(Inner):
             self.cost.query_gradients += 1
         return total.reshape(1), self._collect()
 
-    def query_gradient(self, d: Params, step: int = 0) -> Params:
+    def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
+        """Without a shift of θ, oracles that descend without a whole gradient; the proximal term must act parameter by parameter."""
+        if shift is not None or not isinstance(self.problem.proximal, Diagonal):
+            return super().oracle(offsets, nudge, force, shift)
+        return InplaceOracle(self, offsets, nudge, force, None)
+
+    def descend(
+        self, d: Params, offsets: Tensor | None, lr: float, step: int, batch_size: int | None, complete: Complete
+    ) -> tuple[Tensor, Tensor]:
+        """One step of gradient descent; losses and norm of the gradient at the old d."""
+        self._write(d)
+        descent = Descent(self.problem.parameters, self._guard.theta, d, lr, complete)
+        with descent.listening():
+            total = self._backward(self._support(step, batch_size), step, "support", None)
+            self.cost.support_gradients += 1
+            if offsets is not None:
+                descent.between()
+                total = total + self._backward(self._task.query, step, "query", offsets[0])
+                self.cost.query_gradients += 1
+        return total.reshape(1), descent.finish().reshape(1)
+
+    @property
+    def theta(self) -> Params:
+        """θ."""
+        return self._guard.theta
+
+    def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
         """∇f(θ + d)."""
         self._write(d)
-        self._backward(self._task.query, step, "query", None)
+        with self._guard.sharing() if shared else nullcontext():
+            self._backward(self._task.query, step, "query", None)
         self.cost.query_gradients += 1
-        return self._collect()
+        return self._collect() | (self._collect(self.problem.shared) if shared else {})
+
+    def shared_gradient(self, d: Params, offsets: Tensor | None) -> Params:
+        """Gradient of f̂ + ν f by the shared parameters alone."""
+        self._write(d)
+        with self._guard.sharing(adapting=False):
+            self._backward(self._task.support, 0, "support", None)
+            self.cost.support_gradients += 1
+            if offsets is not None:
+                self._backward(self._task.query, 0, "query", offsets[0])
+                self.cost.query_gradients += 1
+        return self._collect(self.problem.shared)
+
+    def shared_hvp(self, d: Params, v: Params) -> Params:
+        """∂²f̂/∂ω∂φ v by double backward."""
+        self._write(d)
+        shared, leaves = self.problem.shared, list(self.problem.parameters.values())
+        directions = [v[n][0].to(p.dtype) for n, p in self.problem.parameters.items()]
+        with self._guard.sharing(), sdpa_kernel(SDPBackend.MATH):
+            loss = self._forward(self._task.support, 0, "support")[0]
+            g = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+            along = [leaf for leaf in zip(g, directions, strict=True) if leaf[0].requires_grad]
+            mixed = [torch.zeros_like(p) for p in shared.values()]
+            if along:
+                outputs, weights = zip(*along, strict=True)
+                mixed = list(torch.autograd.grad(outputs, list(shared.values()), grad_outputs=weights, materialize_grads=True))
+        self.cost.support_gradients += 1
+        self.cost.hessian_products += 1
+        self._guard.restore_buffers()
+        return {n: _row(leaf) for n, leaf in zip(shared, mixed, strict=True)}
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d."""
@@ -220,14 +297,29 @@ class InplaceInner(Inner):
         self._guard.restore_buffers()
         return loss, accuracy
 
-    def _collect(self) -> Params:
-        """Take the gradients out of the module, with a row axis, in the dtype of the displacements."""
+    def _collect(self, parameters: Mapping[str, Tensor] | None = None) -> Params:
+        """Take the gradients (by the parameters that adapt, unless others are given) out of the module, with a row axis."""
         collected: Params = {}
-        for (name, parameter), dtype in zip(self.problem.parameters.items(), self.problem.theta_dtypes.values(), strict=True):
+        for name, parameter in (self.problem.parameters if parameters is None else parameters).items():
             g = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             parameter.grad = None
-            collected[name] = g.detach().to(dtype).unsqueeze(0)
+            collected[name] = _row(g)
         return collected
+
+
+def _row(g: Tensor) -> Tensor:
+    """A gradient with a row axis, in the dtype of displacements."""
+    return g.detach().to(torch.promote_types(g.dtype, torch.float32)).unsqueeze(0)
+
+
+class InplaceOracle(NudgedOracle):
+    """A nudged problem of one task that descends while the gradient comes in."""
+
+    inner: InplaceInner
+
+    def descend(self, d: Params, lr: float, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
+        """d ← d − lr ∇g(d); data loss and ‖∇g‖ at the old d."""
+        return self.inner.descend(d, self._nu, lr, step, batch_size, self.complete)
 
 
 def _refuse_synchronising_wrappers(model: nn.Module) -> None:

@@ -34,8 +34,12 @@ class Draws:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
+        self.used = False
         self._generators = [torch.default_generator]
         if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                self._generators = []  # only steps that draw nothing are recorded, and a recording may not touch them
+                return
             index = device.index if device.index is not None else torch.cuda.current_device()
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[index])
@@ -43,15 +47,23 @@ class Draws:
     def seed_for(self, step: int, which: str) -> None:
         """Seed the generators for the evaluation of the `"support"` or `"query"` loss at an inner step."""
         value = mix(self.seed, step, 0 if which == "support" else 1)
+        self._look()
         for generator in self._generators:
             generator.manual_seed(value)
+
+    def _look(self) -> None:
+        """Note whether a CUDA generator was used since it was seeded."""
+        self.used = self.used or any(generator.get_offset() > 0 for generator in self._generators[1:])
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore the generators' states on the way out."""
         states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators[1:]:
+            generator.manual_seed(self.seed)
         try:
             yield
+            self._look()
         finally:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)

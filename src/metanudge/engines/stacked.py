@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from metanudge.engines.chain import Chain
+from metanudge.engines.chain import Chain, Data
 from metanudge.engines.diagnosis import StackingError, cannot_stack, model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
-from metanudge.params import Params, flatten, norm, unflatten
+from metanudge.params import Flat, Params, flatten, norm, unflatten
 from metanudge.problem import LossError, Problem
 from metanudge.solvers.base import LinearSolver, Solution, check_count
 from metanudge.task import Batch, Stack, TaskBatch, map_tensors, num_examples
@@ -51,6 +51,7 @@ class StackedEngine:
         self, problem: Problem, batch: TaskBatch, *, width: int, seed: int, cost: Cost, first: int = 0
     ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch in groups of equal shape, small enough for the chunk."""
+        problem.proximal.refresh()
         draws = Draws(seed, problem.device)
         tasks_at_once = len(batch) if self.chunk is None else max(1, self.chunk // width)
         nudges_at_once = width if self.chunk is None else min(width, self.chunk)
@@ -61,6 +62,7 @@ class StackedEngine:
         )
         with draws.preserved():
             yield groups
+        cost.drew = draws.used
 
 
 class StackedInner(Inner):
@@ -72,11 +74,27 @@ class StackedInner(Inner):
         self._nudges_at_once = nudges_at_once
         self._draws = draws
         self._theta = problem.theta
-        self._chain = Chain.of(problem) if all(map(_is_pair, (stack.support, stack.query))) else None
+        self._omega = {n: p.detach() for n, p in problem.shared.items()}
+        alike = len({leaf.dtype for leaf in self._theta.values()}) == 1
+        self._chain = Chain.of(problem) if alike and all(map(_is_pair, (stack.support, stack.query))) else None
+        self._shapes = {n: leaf.shape for n, leaf in self._theta.items()}
+        self._first: dict[tuple[str, int | None], tuple[Tensor, Tensor]] = {}
+        self._prepared: dict[str, tuple[Tensor, list[Data]]] = {}
         model = problem.objective.model
         self._buffers = {f"model.{n}": b.detach() for n, b in model.named_buffers()}
         # Only a module in training mode writes its buffers; then every row needs its own copy to write to.
         self._buffers_written = any(m.training and next(m.buffers(recurse=False), None) is not None for m in model.modules())
+
+    @cached_property
+    def _flat_theta(self) -> Tensor:
+        return torch.cat([leaf.flatten() for leaf in self._theta.values()])
+
+    def zeros(self, rows: int) -> Params:
+        """Zero displacements; of a chain in one matrix."""
+        if self._chain is None:
+            return super().zeros(rows)
+        matrix = torch.zeros(rows, self._flat_theta.numel(), dtype=next(iter(self.problem.theta_dtypes.values())), device=self.problem.device)
+        return Flat(matrix, self._shapes)
 
     @property
     def nudges_at_once(self) -> int:
@@ -104,10 +122,42 @@ class StackedInner(Inner):
         g, losses = self._over_rows(row, rows, (d, offsets), step, batch_size, with_query=offsets is not None)
         return losses, g
 
-    def query_gradient(self, d: Params, step: int = 0) -> Params:
+    @property
+    def theta(self) -> Params:
+        """θ."""
+        return self._theta
+
+    def gradient_at_theta(self, d: Params, offsets: Tensor | None, batch_size: int | None) -> tuple[Tensor, Params]:
+        """At θ all nudges of a task are alike: one evaluation a task serves them all, in this solve and in later ones."""
+        if self._chain is None:
+            return super().gradient_at_theta(d, offsets, batch_size)
+        rows = _rows(d)
+        self._count(rows, offsets)
+        losses, g = (known.repeat(rows // self.tasks, *[1] * (known.ndim - 1)) for known in self._at_theta("support", batch_size))
+        if offsets is not None:
+            query = (known.repeat(rows // self.tasks, *[1] * (known.ndim - 1)) for known in self._at_theta("query", None))
+            losses, g = (torch.addcmul(a, b, offsets.view(-1, *[1] * (b.ndim - 1))) for a, b in zip((losses, g), query, strict=True))
+        return losses, Flat(g, self._shapes)
+
+    def _at_theta(self, which: str, batch_size: int | None) -> tuple[Tensor, Tensor]:
+        """Losses and gradients of the tasks at θ in the first inner step."""
+        if (which, batch_size) not in self._first:
+            batch = self._minibatch_of_support(0, batch_size) if which == "support" else self._stack.query
+            losses, g = self._chain_gradient(self.zeros(self.tasks), [(batch, which, None)], 0)
+            self._first[which, batch_size] = losses, g.matrix
+        return self._first[which, batch_size]
+
+    def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
         """∇f(θ + d) for all rows."""
         rows = _rows(d)
         self.cost.query_gradients += rows
+        if shared and self._omega:
+            still = {n: torch.zeros_like(p) for n, p in self._omega.items()}
+
+            def both(d: Params, buffers: Params, support: Batch, query: Batch) -> Params:
+                return grad(lambda d: self._loss(d, buffers, query, step, "query")[0])(d | still)
+
+            return self._over_rows(both, rows, (d,), step, None)
         if self._chain is not None:
             return self._chain_gradient(d, [(self._stack.query, "query", None)], step)[1]
 
@@ -116,6 +166,34 @@ class StackedInner(Inner):
 
         return self._over_rows(row, rows, (d,), step, None)
 
+    def shared_gradient(self, d: Params, offsets: Tensor | None) -> Params:
+        """Gradient of f̂ + ν f by the shared parameters for all rows."""
+        rows = _rows(d)
+        self._count(rows, offsets)
+        still = {n: torch.zeros_like(p) for n, p in self._omega.items()}
+
+        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Params:
+            return grad(lambda e: self._nudged(d | e, nu, buffers, support, query, 0))(still)
+
+        return self._over_rows(row, rows, (d, offsets), 0, None, with_query=offsets is not None)
+
+    def shared_hvp(self, d: Params, v: Params) -> Params:
+        """∂²f̂/∂ω∂φ v for all rows: the gradient by ω of ⟨∇_φ f̂, v⟩."""
+        rows = _rows(d)
+        still = {n: torch.zeros_like(p) for n, p in self._omega.items()}
+
+        def row(d: Params, v: Params, buffers: Params, support: Batch, query: Batch) -> Params:
+            def along(e: Params) -> Tensor:
+                g = grad(lambda d: self._nudged(d | e, None, buffers, support, query, 0))(d)
+                return torch.stack([(leaf * v[n]).sum() for n, leaf in g.items()]).sum()
+
+            return grad(along)(still)
+
+        mixed = self._over_rows(row, rows, (d, v), 0, None, with_query=False, second_order=True)
+        self._count(rows, None)
+        self.cost.hessian_products += rows
+        return mixed
+
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d for all rows."""
         if shift is not None:
@@ -123,7 +201,14 @@ class StackedInner(Inner):
         d = self.zeros(self.tasks) if d is None else d
         if self._chain is not None:
             with torch.no_grad():
-                return Measured(*self._chain_losses(d, self._stack.query, 0, "query"))
+                phi, query = self._moved(d), self._stack.query
+                portions = self._portions(query, "query", _rows(d))
+                judge = self.problem.objective.judge
+                values = [
+                    self._chain_losses({n: p[rows] for n, p in phi.items()}, data, targets, 0, "query", judge)
+                    for rows, data, targets in portions
+                ]
+                return Measured(*(torch.cat(column) for column in zip(*values, strict=True)))
 
         def row(d: Params, buffers: Params, support: Batch, query: Batch) -> tuple[Tensor, Tensor]:
             return self._loss(d, buffers, query, 0, "query")
@@ -174,15 +259,17 @@ class StackedInner(Inner):
         return losses, g, hv
 
     def unrolled_gradient(self, solver: LinearSolver, *, truncate: int | None) -> tuple[Params, Solution]:
-        """d f(φ_K(θ)) / dθ through the last `truncate` steps of the solver, and the solution φ_K.
+        """d f(φ_K(h)) / dh for all meta-parameters h through the last `truncate` steps of the solver, and the solution φ_K.
 
         Displacements before those steps count as constants, so that `truncate=0` is FO-MAML and `truncate=steps` is MAML.
         """
         unrolled = solver.steps if truncate is None else min(truncate, solver.steps)
-        lam, mu = self.problem.lam, self.problem.smallest_lam
+        proximal = self.problem.proximal
+        h = {n: p.detach() for n, p in self.problem.meta_parameters.items()}
 
         def row(start: Params, chosen: list[Tensor], buffers: Params, support: Batch, query: Batch) -> Any:
-            def outer(theta: Params) -> Any:
+            def outer(h: Params) -> Any:
+                force, mu = proximal.bind({n: h[n] for n in self._theta}, {n: h[n] for n in proximal.learned})
                 d, memory = start, solver.memory(start)
                 losses, residuals = [], []
                 for step in range(solver.steps):
@@ -191,20 +278,20 @@ class StackedInner(Inner):
                     batch = map_tensors(lambda t, i=step: t[chosen[i]], support) if chosen else support
 
                     def inner(d: Params, batch: Batch = batch, step: int = step) -> tuple[Tensor, Tensor]:
-                        value = self._loss(d, buffers, batch, step, "support", theta)[0]
+                        value = self._loss(d, buffers, batch, step, "support", h)[0]
                         return value, value.detach()
 
                     g, loss = grad(inner, has_aux=True)(d)
-                    g = {n: torch.addcmul(leaf, d[n], lam[n]) for n, leaf in g.items()}
+                    g = {n: leaf + g[n] for n, leaf in force(d).items()}
                     d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
                     losses.append(loss)
                     residuals.append(norm({n: leaf.detach().unsqueeze(0) for n, leaf in g.items()})[0])
                 d = solver.result(d, memory)
                 d = d if unrolled else _detached(d)
-                value = self._loss(d, buffers, query, 0, "query", theta)[0]
+                value = self._loss(d, buffers, query, 0, "query", h)[0]
                 return value, (torch.stack(losses).detach(), torch.stack(residuals), _detached(d))
 
-            return grad(outer, has_aux=True)(self._theta)
+            return grad(outer, has_aux=True)(h)
 
         chosen = self._minibatches(solver.steps, solver.batch_size)
         arguments = (self.zeros(self.tasks), chosen)
@@ -214,7 +301,7 @@ class StackedInner(Inner):
         self.cost.hessian_products += self.tasks * unrolled
         residual = residuals[:, -1]
         steps = torch.full((self.tasks,), solver.steps, device=self.problem.device)
-        return g, Solution(d, steps, residual, residual / mu, losses.T, residuals.T)
+        return g, Solution(d, steps, residual, residual / self.problem.smallest_lam, losses.T, residuals.T)
 
     def hessian(self, d: Params) -> Tensor:
         """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`, some columns at a time."""
@@ -233,38 +320,73 @@ class StackedInner(Inner):
         """One task of the group."""
         return StackedInner(self.problem, self._stack[row : row + 1], self._nudges_at_once, self._draws, self.cost)
 
-    def _chain_gradient(self, d: Params, parts: list[tuple[Batch, str, Tensor | None]], step: int) -> tuple[Tensor, Params]:
+    def _chain_gradient(self, d: Params, parts: list[tuple[Batch, str, Tensor | None]], step: int) -> tuple[Tensor, Flat]:
         """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of their sum has every row's."""
-        leaves = {n: leaf.detach().requires_grad_() for n, leaf in d.items()}
+        phi = self._moved(d)
         total: Tensor | None = None
+        gradient: Tensor | None = None
         for batch, which, weight in parts:
-            value = self._chain_losses(leaves, batch, step, which)[0]
-            value = value if weight is None else value * weight
+            losses, pieces = [], []
+            for rows, data, targets in self._portions(batch, which, _rows(d)):
+                leaves = [leaf[rows].detach().requires_grad_() for leaf in phi.values()]
+                value = self._chain_losses(dict(zip(phi, leaves, strict=True)), data, targets, step, which, self.problem.objective.judge_loss)
+                value = value if weight is None else value * weight[rows]
+                g = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
+                losses.append(value.detach())
+                pieces.append(torch.cat([piece.flatten(1) for piece in g], dim=1))
+            value = torch.cat(losses) if len(losses) > 1 else losses[0]
+            matrix = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
             total = value if total is None else total + value
-        assert total is not None
-        g = torch.autograd.grad(total.sum(), list(leaves.values()), materialize_grads=True)
-        return total.detach(), {n: leaf.contiguous() for n, leaf in zip(leaves, g, strict=True)}
+            gradient = matrix if gradient is None else gradient.add_(matrix)
+        assert total is not None and gradient is not None
+        return total, Flat(gradient.to(next(iter(d.values())).dtype), self._shapes)
 
-    def _chain_losses(self, d: Params, batch: Batch, step: int, which: str) -> tuple[Tensor, Tensor]:
-        """Loss and accuracy of all rows at θ + d."""
+    def _chain_losses(self, phi: Params, data: Data, targets: Tensor, step: int, which: str, judge: Callable[..., Any]) -> Any:
+        """What `judge` makes of the outputs of some rows at φ."""
         chain = self._chain
         assert chain is not None
 
-        def run() -> tuple[Tensor, Tensor]:
+        def run() -> Any:
             self._draws.seed_for(step, which)
-            inputs, targets = _repeated(batch, _rows(d) // self.tasks)
-            phi = {n: (self._theta[n] + leaf).to(self._theta[n].dtype) for n, leaf in d.items()}
-            return vmap(self.problem.objective.judge, randomness="same")(chain.outputs(inputs, phi), targets)
+            return vmap(judge, randomness="same")(chain.outputs(data, phi), targets)
 
         return self._explained(run)
+
+    def _portions(self, batch: Batch, which: str, rows: int) -> Iterator[tuple[slice, Data, Tensor]]:
+        """The rows that the chain takes at once, with their tasks' data and targets."""
+        assert self._chain is not None
+        inputs, targets = batch
+        known = self._prepared.get(which)
+        if known is None or known[0] is not inputs:
+            known = self._prepared[which] = (inputs, self._explained(lambda: self._chain_data(inputs)))
+        portions = known[1]
+        limit = portions[0].rows_at_once
+        if len(portions) == 1 and (limit is None or rows <= limit):
+            yield slice(0, rows), portions[0], _repeated(targets, rows // self.tasks)
+            return
+        for first in range(0, rows, self.tasks):
+            for data in portions:
+                yield slice(first + data.tasks.start, first + data.tasks.stop), data, targets[data.tasks]
+
+    def _chain_data(self, inputs: Tensor) -> list[Data]:
+        assert self._chain is not None
+        with torch.no_grad():
+            return self._chain.prepare(inputs)
+
+    def _moved(self, d: Params) -> Params:
+        """φ = θ + d."""
+        if isinstance(d, Flat):
+            return d.like((self._flat_theta + d.matrix).to(self._flat_theta.dtype))
+        return {n: (self._theta[n] + leaf).to(self._theta[n].dtype) for n, leaf in d.items()}
 
     def _loss(
         self, d: Params, buffers: Params, batch: Batch, step: int, which: str, theta: Params | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Loss and accuracy of one row at θ + d."""
-        theta = self._theta if theta is None else theta
+        """Loss and accuracy of one row at θ + d, with the shared parameters as they are unless d moves them too."""
+        theta = self._theta | self._omega if theta is None else theta
         self._draws.seed_for(step, which)
-        phi = {f"model.{n}": (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
+        phi = {f"model.{n}": theta[n] for n in self._omega if n not in d}
+        phi |= {f"model.{n}": (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
         # Fresh copies: a module may write its buffers, and what it writes must not outlive this evaluation.
         kept = {n: b.clone() for n, b in buffers.items()} if self._buffers_written else buffers
         return functional_call(self.problem.objective, (phi, kept), (batch,))
@@ -286,6 +408,7 @@ class StackedInner(Inner):
         second_order: bool = False,
     ) -> Any:
         """`vmap` a function of one row's arguments, buffers, support and query over all rows."""
+        arguments = [dict(argument) if isinstance(argument, Flat) else argument for argument in arguments]  # vmap knows plain dicts only
         repeats = rows // self.tasks
         support = self._minibatch_of_support(step, batch_size)
         data = [_repeated(support, repeats), _repeated(self._stack.query, repeats) if with_query else None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Cost, Engine, Inner, Measured
-from metanudge.params import Params
+from metanudge.engines.capture import Captures
+from metanudge.params import Flat, Params
 from metanudge.problem import Problem
-from metanudge.solvers.base import Solution, Solver
-from metanudge.task import TaskBatch
+from metanudge.proximal import Diagonal
+from metanudge.solvers.base import LinearSolver, Solution, Solver
+from metanudge.task import TaskBatch, signature
 
 
 class Estimator(Protocol):
@@ -30,6 +32,9 @@ class Estimator(Protocol):
 
     def check(self, solver: Solver) -> None:
         """Raise where the estimator cannot work with this solver."""
+
+    def check_problem(self, problem: Problem) -> None:
+        """Raise where the estimator cannot learn what this problem wants learned (a stiffness, shared layers), or not with its term."""
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the meta-gradient of a group of tasks to `total`, divided by the number of tasks of the whole batch."""
@@ -111,29 +116,26 @@ class MetaGradient:
     """A meta-gradient being summed up over groups of tasks, with what is known about the solves."""
 
     def __init__(self, problem: Problem, num_tasks: int, *, metrics: bool) -> None:
-        dtypes = problem.theta_dtypes
-        self.gradient: Params = {n: torch.zeros_like(p, dtype=dtypes[n]) for n, p in problem.parameters.items()}
+        self.gradient = problem.zero_gradient()
         self.num_tasks = num_tasks
         self.metrics = metrics
         self.nu: float | None = None
         self._sums: dict[str, Tensor] = {}
         self._checks: list[_Check] = []
+        self._sealed: Tensor
 
     def add(self, rows: Params, weights: float | list[float], scale: Mapping[str, Tensor] | None = None) -> None:
         """gradient += scale ⊙ Σ_r w_r rows_r / num_tasks; one weight for all rows or one per nudge (rows are nudge by nudge)."""
         with torch.no_grad():
+            if isinstance(rows, Flat):
+                rows, weights = rows.like(_combined(rows.matrix, weights).unsqueeze(0)), 1.0
             for name, leaf in rows.items():
-                target = self.gradient[name]
+                factor = None if scale is None else scale[name]
                 if leaf.shape[0] == 1:  # the in-place engine: no temporary of the size of the model
                     weight = weights if isinstance(weights, (int, float)) else weights[0]
-                    _add_scaled(target, leaf[0], weight / self.num_tasks, None if scale is None else scale[name])
-                    continue
-                if isinstance(weights, (int, float)):
-                    combined, weight = leaf.sum(0), weights
+                    _add_scaled(self.gradient[name], leaf[0], weight / self.num_tasks, factor)
                 else:
-                    by_nudge = leaf.unflatten(0, (len(weights), -1)).sum(1)
-                    combined, weight = torch.tensordot(leaf.new_tensor(weights), by_nudge, dims=1), 1.0
-                _add_scaled(target, combined, weight / self.num_tasks, None if scale is None else scale[name])
+                    _add_scaled(self.gradient[name], _combined(leaf, weights), 1 / self.num_tasks, factor)
 
     def check(self, places: tuple[int, ...], quantity: str, values: Tensor) -> None:
         """Remember values that must be finite: `(steps, rows)`, or `(rows,)` for something outside the inner steps."""
@@ -148,10 +150,10 @@ class MetaGradient:
         self._mean("residual", solution.residual, share / nudges)
         self._mean("delta", solution.delta, share / nudges)
 
-    def record_error(self, solution: Solution, weights: list[float], stiffness: float) -> None:
+    def record_error(self, solution: Solution, weights: list[float], stiffness: float | Tensor) -> None:
         """Note the part of the difference's error that unconverged solves may cause: Σ_j |c_j| λ δ_j."""
         by_nudge = solution.delta.unflatten(0, (len(weights), -1)).sum(1)
-        bound = stiffness * (by_nudge * by_nudge.new_tensor([abs(w) for w in weights])).sum()
+        bound = stiffness * _combined(by_nudge, [abs(w) for w in weights])
         self._mean("error", bound.reshape(1), 1.0)
 
     def record_query(self, before: Measured | None, after: Measured | None, *, tasks: int, share: float = 1.0) -> None:
@@ -162,13 +164,17 @@ class MetaGradient:
                 self._mean("query_loss" + suffix, measured.loss, weight)
                 self._mean("query_accuracy" + suffix, measured.accuracy, weight)
 
+    def seal(self) -> None:
+        """Nothing more will be added: have the device put together what `finish` wants to know."""
+        self._sums["gradient_norm"] = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self.gradient.values())))).double()
+        fine = [torch.isfinite(check.values).all().double() for check in self._checks]
+        self._sealed = torch.stack([*fine, *self._sums.values()])
+
     def finish(self, cost: Cost, engine: str) -> Stats:
-        """Check that everything was finite, in one go, and sum the statistics up."""
-        self._raise_where_not_finite()
-        norms = torch.stack([torch.linalg.vector_norm(g) for g in self.gradient.values()])
-        self._sums["gradient_norm"] = torch.linalg.vector_norm(norms).double()
-        keys = list(self._sums)
-        values = dict(zip(keys, torch.stack([self._sums[k] for k in keys]).tolist(), strict=True))
+        """Check that everything was finite and sum the statistics up; waits for the device once."""
+        sealed = self._sealed.tolist()
+        self._raise_where_not_finite(sealed[: len(self._checks)])
+        values = dict(zip(self._sums, sealed[len(self._checks) :], strict=True))
         norm = values["gradient_norm"]
         if not math.isfinite(norm):
             raise NonFiniteError(
@@ -199,13 +205,10 @@ class MetaGradient:
         total = values.detach().double().sum() * (share / self.num_tasks)
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
-    def _raise_where_not_finite(self) -> None:
-        if not self._checks:
+    def _raise_where_not_finite(self, fine: list[float]) -> None:
+        if all(fine):
             return
-        fine = torch.stack([torch.isfinite(check.values).all() for check in self._checks])
-        if bool(fine.all()):
-            return
-        first = fine.tolist().index(False)
+        first = fine.index(0.0)
         # Checks come in the order of the computation, a solve's losses right before its gradients: of these two the earlier step counts.
         candidates = [self._checks[first]]
         if first + 1 < len(self._checks) and not fine[first + 1] and self._checks[first].in_steps and self._checks[first + 1].in_steps:
@@ -219,6 +222,17 @@ class MetaGradient:
             "smaller lr in the solver or a larger lam. If it is step 0, look for NaN in the data or the model's parameters. "
             "Nothing was written to .grad."
         )
+
+
+def _combined(rows: Tensor, weights: float | list[float]) -> Tensor:
+    """Σ_r w_r rows_r, with one weight for all rows or one per nudge."""
+    if isinstance(weights, (int, float)):
+        return rows.sum(0) * weights
+    first, *others = rows.unflatten(0, (len(weights), -1)).sum(1)
+    total = first * weights[0]
+    for weight, row in zip(weights[1:], others, strict=True):
+        total.add_(row, alpha=weight)
+    return total
 
 
 def _add_scaled(target: Tensor, value: Tensor, weight: float, scale: Tensor | None) -> None:
@@ -238,13 +252,15 @@ def meta_gradient(
     seed: int = 0,
     metrics: bool = True,
     first: int = 0,
+    captures: Captures | None = None,
 ) -> tuple[Params, Stats]:
     """The mean meta-gradient of a batch of tasks, and its statistics. Changes neither the model nor `.grad`.
 
     `first` is the place of the batch's first task in a larger meta-batch that is shared among machines: random draws that differ from
-    task to task follow the place.
+    task to task follow the place. With `captures` a meta-step that repeats itself on a CUDA device is recorded and replayed.
     """
     estimator.check(solver)
+    estimator.check_problem(problem)
     if engine.name not in estimator.engines:
         raise ValueError(
             f"{type(estimator).__name__} runs on {' and '.join(estimator.engines)}, not on {engine.name}. "
@@ -252,12 +268,69 @@ def meta_gradient(
             "(FOBMAML, FOMAML, Reptile)."
         )
     problem.check_tasks(tasks)
-    total = MetaGradient(problem, len(tasks), metrics=metrics)
     cost = Cost()
-    with engine.session(problem, tasks, width=estimator.width, seed=seed, cost=cost, first=first) as groups:
-        for inner in groups:
-            estimator.accumulate(inner, solver, total)
+
+    def compute(tasks: TaskBatch) -> tuple[MetaGradient, Cost]:
+        nonlocal cost
+        cost = Cost()
+        total = MetaGradient(problem, len(tasks), metrics=metrics)
+        with engine.session(problem, tasks, width=estimator.width, seed=seed, cost=cost, first=first) as groups:
+            for inner in groups:
+                estimator.accumulate(inner, solver, total)
+        total.seal()
+        return total, cost
+
+    if captures is not None and _repeats_itself(problem, solver, estimator, engine):
+        key = (_addresses(problem), _shapes(tasks), solver, estimator, engine, metrics, first, _precision(problem.device))
+        total, cost = captures.run(key, tasks, compute, drew=lambda: cost.drew)
+        stats = total.finish(cost, engine.name)
+        return {n: g.clone() for n, g in total.gradient.items()}, stats
+    total, cost = compute(tasks)
     return total.gradient, total.finish(cost, engine.name)
+
+
+def _repeats_itself(problem: Problem, solver: Solver, estimator: Estimator, engine: Engine) -> bool:
+    """Whether every meta-step launches the same kernels and never waits for the device."""
+    steady = isinstance(solver, LinearSolver) and solver.tol is None and solver.batch_size is None
+    steady = steady and isinstance(problem.proximal, Diagonal)  # an operator or a regulariser may do anything
+    return steady and problem.device.type == "cuda" and engine.name == "stacked" and getattr(estimator, "repeats_itself", False)
+
+
+def _addresses(problem: Problem) -> Hashable:
+    """Where the meta-parameters, stiffnesses and buffers lie."""
+    model = problem.objective.model
+    modes = tuple(module.training for module in model.modules())
+    places = (leaf.data_ptr() for group in (problem.meta_parameters, problem.lam, dict(model.named_buffers())) for leaf in group.values())
+    return (id(problem), modes, *places)
+
+
+def _shapes(tasks: TaskBatch) -> Hashable:
+    return tuple((stack.places, signature(stack.support), signature(stack.query)) for stack in tasks.stacks)
+
+
+def _precision(device: torch.device) -> Hashable:
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return autocast, torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
+def refuse_stiffness(estimator: Estimator, problem: Problem, why: str) -> None:
+    """Raise where λ is to be learned."""
+    if problem.proximal.learned:
+        raise ValueError(
+            f"{type(estimator).__name__} has no gradient for the stiffness λ (learn_lam): {why}. Use FOBMAML, MAML, IMAML or Exact, or "
+            "leave learn_lam out."
+        )
+
+
+def refuse_shared(estimator: Estimator, problem: Problem, why: str) -> None:
+    """Raise where some layers are shared."""
+    if problem.shared:
+        names = list(problem.shared)
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ValueError(
+            f"{type(estimator).__name__} has no gradient for parameters that do not adapt ({some}): {why}. Use FOBMAML, MAML, IMAML, "
+            "FOMAML or Exact, leave adapt out, or freeze them with requires_grad_(False)."
+        )
 
 
 def solve_plainly(inner: Inner, solver: Solver, total: MetaGradient) -> Solution:

@@ -8,8 +8,9 @@ import torch
 
 from metanudge.engines import Inner
 from metanudge.engines.randomness import mix
-from metanudge.estimators.base import MetaGradient
+from metanudge.estimators.base import MetaGradient, refuse_shared, refuse_stiffness
 from metanudge.params import Params
+from metanudge.problem import Problem
 from metanudge.solvers.base import Solver, check_count, check_positive
 
 
@@ -41,6 +42,11 @@ class ESMAML:
 
     def check(self, solver: Solver) -> None:
         """Any solver will do."""
+
+    def check_problem(self, problem: Problem) -> None:
+        """Only θ is perturbed."""
+        refuse_stiffness(self, problem, "ES-MAML perturbs θ and nothing else")
+        refuse_shared(self, problem, "ES-MAML perturbs θ and nothing else")
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the smoothed gradients of a group of tasks."""

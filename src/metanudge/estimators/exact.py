@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.engines.stacked import StackedInner
 from metanudge.estimators.base import MetaGradient, solve_plainly
-from metanudge.params import flatten, norm, unflatten
+from metanudge.estimators.identity import add_response, query_gradient
+from metanudge.params import Params, flatten, unflatten, zeros_like
+from metanudge.problem import Problem
+from metanudge.proximal import Diagonal
 from metanudge.solvers.base import Solver, check_count
 
 
@@ -33,6 +37,9 @@ class Exact:
     def check(self, solver: Solver) -> None:
         """Any solver will do."""
 
+    def check_problem(self, problem: Problem) -> None:
+        """Any will do."""
+
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the dense implicit gradients of a group of tasks."""
         assert isinstance(inner, StackedInner)
@@ -43,10 +50,21 @@ class Exact:
                 "Use IMAML(cg_steps=200, tol=1e-10) instead, a smaller model, or raise max_parameters."
             )
         d = solve_plainly(inner, solver, total).displacement
-        q = inner.query_gradient(d)
-        total.check(inner.places, "query gradient", norm(q))
-        lam = flatten({n: inner.problem.lam[n].expand_as(leaf[0]).unsqueeze(0) for n, leaf in d.items()})[0]
-        system = inner.hessian(d) + torch.diag(lam)
+        q = query_gradient(total, inner, d)
+        system = inner.hessian(d) + self._curvature(inner, d, size)
         total.check(inner.places, "Hessian (after the query gradient)", system.flatten(1).norm(dim=1))
         x = torch.linalg.solve(system, flatten(q))
-        total.add(unflatten(x, d), 1.0, inner.problem.lam)
+        add_response(total, inner, d, unflatten(x, d), -1.0)
+
+    @staticmethod
+    def _curvature(inner: Inner, d: Params, size: int) -> Tensor:
+        """The dense Hessian of the proximal term of each task, `(tasks, n, n)`."""
+        proximal = inner.problem.proximal
+        if isinstance(proximal, Diagonal):
+            return torch.diag(flatten({n: proximal.lam[n].expand_as(leaf[0]).unsqueeze(0) for n, leaf in d.items()})[0])
+        basis = unflatten(torch.eye(size, dtype=next(iter(d.values())).dtype, device=inner.problem.device), d)
+        columns = []
+        for task in range(inner.tasks):
+            here = {n: leaf[task].expand(size, *leaf.shape[1:]) for n, leaf in d.items()}
+            columns.append(flatten(proximal.add_curvature(zeros_like(basis), here, basis, inner.theta)).T)
+        return torch.stack(columns)

@@ -13,9 +13,11 @@ import torch
 from metanudge.engines import Inner
 from metanudge.engines.inner import NudgedOracle
 from metanudge.estimators.base import MetaGradient
+from metanudge.estimators.identity import add_partials, add_response, centre_shift, query_gradient
 from metanudge.estimators.stencils import STENCILS, StencilName
 from metanudge.params import Params, norm
-from metanudge.problem import Nudge
+from metanudge.problem import Nudge, Problem
+from metanudge.proximal import Custom, Diagonal
 from metanudge.solvers.base import LinearSolver, Solution, Solver, Trace, check_positive
 
 Start = Literal["theta", "shifted", "solution"]
@@ -53,6 +55,7 @@ class FOBMAML:
     nudge: Nudge = "loss"
     start: Start = "theta"
     unshrink: bool = False
+    repeats_itself = True
 
     def __post_init__(self) -> None:
         _check_choice("stencil", self.stencil, (*STENCILS, "tangent"))
@@ -95,6 +98,20 @@ class FOBMAML:
         if solver.tol is not None:
             raise ValueError(f"{needs} needs a fixed number of steps, but the solver has tol={solver.tol!r}. Leave tol out.")
 
+    def check_problem(self, problem: Problem) -> None:
+        """A shifted centre needs a quadratic proximal term, the shrinkage factor a λ per parameter and nothing that is shared."""
+        if self.start == "shifted" and isinstance(problem.proximal, Custom):
+            raise ValueError(
+                'start="shifted" moves the centre of a quadratic proximal term, but a regulariser was given instead of one. Use '
+                'start="theta" or start="solution".'
+            )
+        if self.unshrink and (problem.shared or not isinstance(problem.proximal, Diagonal)):
+            why = "some layers are shared" if problem.shared else "the proximal term has none"
+            raise ValueError(
+                f"unshrink=True divides by a factor that is known where each parameter has a λ and adapts, but {why}. Leave it out, and "
+                "take more inner steps or Adam as outer optimizer."
+            )
+
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add −λ Σ_j c_j φ_{ν_j} / ν of a group of tasks."""
         before = inner.measure_query(None) if total.metrics else None
@@ -119,17 +136,16 @@ class FOBMAML:
             if total.metrics:
                 total.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks)
             if self.nudge == "gradient" or self.start == "shifted":
-                force = inner.query_gradient(solution.displacement)
-                total.check(inner.places, "query gradient", norm(force))
+                force = self._force(total, inner, solution.displacement)
             if stencil.base and not warm:
-                total.add(solution.displacement, -stencil.base / self.nu, scale)
+                add_partials(total, inner, solution.displacement, [stencil.base / self.nu], scale=scale)
             base = solution.displacement if warm else None
             del solution
         pairs = list(zip(stencil.offsets, stencil.coefficients, strict=True))
         if stencil.base and warm:  # the un-nudged solve goes on as well, or its drift would look like an effect of the nudge
             pairs.append((0.0, stencil.base))
         for part in inner.parts([offset for offset, _ in pairs]):
-            weights = [-dict(pairs)[offset] / self.nu for offset in part]
+            weights = [dict(pairs)[offset] / self.nu for offset in part]
             offsets = [offset * self.nu for offset in part]
             nudged = inner.solve(
                 solver,
@@ -147,8 +163,17 @@ class FOBMAML:
                 total.check(inner.places, "nudged loss", nudged.losses)
                 total.check(inner.places, "gradient of the nudged problem", nudged.residuals)
             total.record_error(nudged, weights, inner.problem.smallest_lam)
-            total.add(nudged.displacement, weights, scale)
+            used = offsets if self.nudge == "loss" else None
+            add_partials(total, inner, nudged.displacement, weights, offsets=used, scale=scale)
             del nudged
+
+    def _force(self, total: MetaGradient, inner: Inner, d: Params) -> Params:
+        """∇f(φ_0); the gradient nudge takes the direct term of shared layers from the same evaluation."""
+        if self.nudge == "gradient":
+            return query_gradient(total, inner, d)
+        force = inner.query_gradient(d)
+        total.check(inner.places, "query gradient", norm(force))
+        return force
 
     def _starts(self, inner: Inner, offsets: list[float], base: Params | None, force: Params | None) -> Params | None:
         if self.start == "solution":
@@ -156,8 +181,7 @@ class FOBMAML:
             return {n: torch.cat([leaf] * len(offsets)) for n, leaf in base.items()}
         if self.start == "shifted":
             assert force is not None
-            lam = inner.problem.lam
-            return {n: torch.cat([leaf * (-nu) / lam[n] for nu in offsets]) for n, leaf in force.items()}
+            return {n: torch.cat([leaf * (-nu) for nu in offsets]) for n, leaf in centre_shift(inner, force).items()}
         return None
 
     def _accumulate_tangent(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
@@ -169,31 +193,31 @@ class FOBMAML:
             total.record(inner, solution)
             base = solution.displacement if self.start == "solution" else None
             if self.nudge == "gradient" or self.start == "shifted":
-                force = inner.query_gradient(solution.displacement)
-                total.check(inner.places, "query gradient", norm(force))
+                force = self._force(total, inner, solution.displacement)
         d = inner.zeros(inner.tasks) if base is None else base
-        lam = inner.problem.lam
         tangent = inner.zeros(inner.tasks)
         if self.start == "shifted":
             assert force is not None
-            tangent = {n: -leaf / lam[n] for n, leaf in force.items()}
+            tangent = {n: -leaf for n, leaf in centre_shift(inner, force).items()}
         solution, tangent = self._follow(inner, solver, d, tangent, force if self.nudge == "gradient" else None)
         total.record(inner, solution, share=1.0 if self.nudge == "loss" and self.start == "theta" else 0.0)
         total.check(inner.places, "tangent", norm(tangent))
         if total.metrics:
             total.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks)
-        total.add(tangent, -1.0, self._scale(inner, solver))
+        if self.nudge == "loss" and inner.problem.shared:
+            query_gradient(total, inner, solution.displacement)
+        add_response(total, inner, solution.displacement, tangent, 1.0, scale=self._scale(inner, solver))
 
     def _follow(self, inner: Inner, solver: LinearSolver, d: Params, tangent: Params, force: Params | None) -> tuple[Solution, Params]:
         """Run the solver and, beside it, the same linear update on the tangent dφ/dν, whose gradient is (∇²f̂ + λ)t + ∇p."""
-        lam, mu = inner.problem.lam, inner.problem.smallest_lam
+        proximal, mu = inner.problem.proximal, inner.problem.smallest_lam
         trace = Trace(NudgedOracle(inner, [0.0], None, None, None))
         memory, tangent_memory = solver.memory(d), solver.memory(tangent)
         for step in range(solver.steps):
             pull = force if force is not None else inner.query_gradient(d, step)
             loss, g, hv = inner.data_hvp(d, tangent, None, step, solver.batch_size)
-            g = {n: torch.addcmul(leaf, d[n], lam[n]) for n, leaf in g.items()}
-            hv = {n: torch.addcmul(leaf, tangent[n], lam[n]) + pull[n] for n, leaf in hv.items()}
+            proximal.add_force(g, d, inner.theta)
+            hv = {n: leaf + pull[n] for n, leaf in proximal.add_curvature(hv, d, tangent, inner.theta).items()}
             trace.record(loss, g)
             d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
             tangent, tangent_memory = solver.update(tangent, hv, tangent_memory, strong_convexity=mu, inplace=False)
@@ -201,15 +225,14 @@ class FOBMAML:
         steps = torch.full((inner.tasks,), solver.steps, device=inner.problem.device)
         return trace.solution(d, steps), tangent
 
-    def _scale(self, inner: Inner, solver: Solver) -> Params:
-        lam = inner.problem.lam
+    def _scale(self, inner: Inner, solver: Solver) -> Params | None:
         if not self.unshrink or self.start == "shifted":
-            return lam
+            return None
         assert isinstance(solver, LinearSolver)
-        return {n: leaf / response(solver, leaf, inner.problem.smallest_lam) for n, leaf in lam.items()}
+        return {n: leaf / response(solver, leaf, inner.problem.smallest_lam) for n, leaf in inner.problem.lam.items()}
 
 
-def response(solver: LinearSolver, lam: torch.Tensor, strong_convexity: float) -> torch.Tensor:
+def response(solver: LinearSolver, lam: torch.Tensor, strong_convexity: float | torch.Tensor) -> torch.Tensor:
     """How much of a constant force's effect a solver reaches in its K steps where the support loss is flat.
 
     The solver's own update on  λ d + 1 = 0,  as a share of the solution −1/λ: for gradient descent 1 − (1 − αλ)^K.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import MetaGradient, solve_plainly
-from metanudge.params import norm
+from metanudge.estimators.base import MetaGradient, refuse_stiffness, solve_plainly
+from metanudge.estimators.identity import query_gradient
+from metanudge.problem import Problem
 from metanudge.solvers.base import Solver
 
 
@@ -18,14 +19,17 @@ class FOMAML:
     """
 
     engines = ("stacked", "inplace")
+    repeats_itself = True
     width = 1
 
     def check(self, solver: Solver) -> None:
         """Any solver will do."""
 
+    def check_problem(self, problem: Problem) -> None:
+        """FO-MAML ignores how φ depends on λ."""
+        refuse_stiffness(self, problem, "the query loss at φ_K does not depend on λ directly, and FO-MAML ignores how φ_K does")
+
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the query gradients at the solutions of a group of tasks."""
         solution = solve_plainly(inner, solver, total)
-        g = inner.query_gradient(solution.displacement)
-        total.check(inner.places, "query gradient", norm(g))
-        total.add(g, 1.0)
+        total.add(query_gradient(total, inner, solution.displacement), 1.0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from metanudge.engines import Inner
 from metanudge.estimators.base import MetaGradient, solve_plainly
-from metanudge.params import Params, norm
+from metanudge.estimators.identity import add_response, query_gradient
+from metanudge.params import Params
+from metanudge.problem import Problem
 from metanudge.solvers.base import Solver, check_count
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
@@ -29,6 +29,7 @@ class IMAML:
     cg_steps: int = 5
     tol: float = 0.0
     engines = ("stacked", "inplace")
+    repeats_itself = True
     width = 1
 
     def __post_init__(self) -> None:
@@ -39,17 +40,19 @@ class IMAML:
     def check(self, solver: Solver) -> None:
         """Any solver will do."""
 
+    def check_problem(self, problem: Problem) -> None:
+        """Any will do."""
+
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add λ (∇²f̂ + λ)⁻¹ ∇f of a group of tasks."""
         d = solve_plainly(inner, solver, total).displacement
-        q = inner.query_gradient(d)
-        total.check(inner.places, "query gradient", norm(q))
-        lam = inner.problem.lam
+        q = query_gradient(total, inner, d)
+        proximal, theta = inner.problem.proximal, inner.theta
 
         def matvec(v: Params) -> Params:
             _, _, hv = inner.data_hvp(d, v, None, 0, None)
-            return {n: torch.addcmul(leaf, v[n], lam[n]) for n, leaf in hv.items()}
+            return proximal.add_curvature(hv, d, v, theta)
 
         solve = conjugate_gradient(matvec, q, steps=self.cg_steps, tol=self.tol)
         total.check(inner.places, "residual of the conjugate gradient after the query gradient", solve.residual)
-        total.add(solve.x, 1.0, lam)
+        add_response(total, inner, d, solve.x, -1.0)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from metanudge.engines import Inner
 from metanudge.engines.stacked import StackedInner
-from metanudge.estimators.base import MetaGradient
+from metanudge.estimators.base import MetaGradient, refuse_stiffness
 from metanudge.params import norm
+from metanudge.problem import Problem
 from metanudge.solvers.base import LinearSolver, Solver
 
 
@@ -25,6 +26,7 @@ class MAML:
 
     truncate: int | None = None
     engines = ("stacked",)
+    repeats_itself = True
     width = 1
 
     def __post_init__(self) -> None:
@@ -40,6 +42,11 @@ class MAML:
             )
         if solver.tol is not None:
             raise ValueError(f"MAML needs a fixed number of steps, but the solver has tol={solver.tol!r}. Leave tol out.")
+
+    def check_problem(self, problem: Problem) -> None:
+        """λ acts through the steps alone."""
+        if self.truncate == 0:
+            refuse_stiffness(self, problem, "truncate=0 differentiates through no step, and λ acts through the steps alone")
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the gradients of the adaptation of a group of tasks."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import MetaGradient, solve_plainly
+from metanudge.estimators.base import MetaGradient, refuse_shared, refuse_stiffness, solve_plainly
+from metanudge.problem import Problem
 from metanudge.solvers.base import Solver, check_positive
 
 
@@ -21,6 +22,7 @@ class Reptile:
 
     scale: float | None = None
     engines = ("stacked", "inplace")
+    repeats_itself = True
     width = 1
 
     def __post_init__(self) -> None:
@@ -34,6 +36,11 @@ class Reptile:
                 f"Reptile divides by steps × learning rate (eq. 5), but {type(solver).__name__} has no learning rate. "
                 "Give the factor yourself: Reptile(scale=...)."
             )
+
+    def check_problem(self, problem: Problem) -> None:
+        """Reptile knows only where φ went."""
+        refuse_stiffness(self, problem, "Reptile never looks at the query loss, only at where φ went")
+        refuse_shared(self, problem, "shared layers do not move in the inner steps, and that motion is all Reptile looks at")
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the scaled directions of a group of tasks."""

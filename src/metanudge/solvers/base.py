@@ -25,8 +25,8 @@ class Oracle(Protocol):
         """Number of independent problems."""
 
     @property
-    def strong_convexity(self) -> float:
-        """The smallest λ: a lower bound of the curvature wherever the support loss is convex."""
+    def strong_convexity(self) -> float | Tensor:
+        """The smallest λ: a lower bound of the curvature wherever the support loss is convex. A 0-d tensor where λ is learned."""
 
     def zeros(self) -> Params:
         """The displacement of θ itself; the caller owns it and may overwrite it."""
@@ -48,6 +48,14 @@ class Oracle(Protocol):
 
     def split(self) -> list[Oracle]:
         """The same problems as oracles of one row each, in row order."""
+
+
+@runtime_checkable
+class DescendingOracle(Oracle, Protocol):
+    """An oracle that can step downhill while the gradient comes in, and never holds the whole of it."""
+
+    def descend(self, d: Params, lr: float, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
+        """d ← d − lr ∇g(d), in place; data losses and ‖∇g‖ at the old d, `(rows,)` each."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,10 @@ class Trace:
 
     def record(self, loss: Tensor, gradient: Params) -> Tensor:
         """Note one gradient evaluation; returns the residual norms `(rows,)`."""
-        residual = norm(gradient)
+        return self.note(loss, norm(gradient))
+
+    def note(self, loss: Tensor, residual: Tensor) -> Tensor:
+        """The same for a gradient of which only the norms `(rows,)` are left."""
         self._losses.append(loss.detach())
         self._residuals.append(residual)
         return residual
@@ -154,7 +165,7 @@ class LinearSolver(Solver, Protocol):
     def memory(self, d: Params) -> Params:
         """What the update remembers between steps, at the start."""
 
-    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool) -> tuple[Params, Params]:
+    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float | Tensor, inplace: bool) -> tuple[Params, Params]:
         """One step from `d` with gradient `g`; with `inplace` the three dicts' tensors may be overwritten."""
 
     def result(self, d: Params, memory: Params) -> Params:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from metanudge.params import Params
-from metanudge.solvers.base import Oracle, Solution, check_count, check_positive, check_solver_options, iterate
+from metanudge.params import Flat, Params
+from metanudge.solvers.base import DescendingOracle, Oracle, Solution, Trace, check_count, check_positive, check_solver_options, iterate
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,26 @@ class GradientDescent:
 
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Minimise from `start` (default: d = 0)."""
+        if self.tol is None and isinstance(oracle, DescendingOracle):
+            return self._descend(oracle, start)
         return iterate(self, oracle, start, self.tol)
+
+    def _descend(self, oracle: DescendingOracle, start: Params | None) -> Solution:
+        d = oracle.zeros() if start is None else start
+        trace = Trace(oracle)
+        for step in range(self.steps):
+            trace.note(*oracle.descend(d, self.lr, step, self.batch_size))
+        return trace.solution(d, torch.full_like(trace.last_residual, self.steps, dtype=torch.long))
 
     def memory(self, d: Params) -> Params:
         """Gradient descent remembers nothing."""
         return {}
 
-    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool) -> tuple[Params, Params]:
+    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float | Tensor, inplace: bool) -> tuple[Params, Params]:
         """One step."""
+        if inplace and isinstance(d, Flat) and isinstance(g, Flat):
+            d.matrix.add_(g.matrix, alpha=-self.lr)
+            return d, memory
         if inplace:
             for name, leaf in d.items():
                 leaf.add_(g[name], alpha=-self.lr)

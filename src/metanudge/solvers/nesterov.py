@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from metanudge.params import Params
 from metanudge.solvers.base import Oracle, Solution, check_count, check_positive, check_solver_options, iterate
@@ -52,23 +53,36 @@ class Nesterov:
         """The previous x; at the start x = y."""
         return {name: leaf.clone() for name, leaf in d.items()}
 
-    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float, inplace: bool) -> tuple[Params, Params]:
+    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float | Tensor, inplace: bool) -> tuple[Params, Params]:
         """One step from y = `d` and x = `memory`."""
         beta = self._beta(strong_convexity)
         if inplace:
             for name, y in d.items():
                 x_new = y.add_(g[name], alpha=-self.lr)
-                memory[name].mul_(-beta).add_(x_new, alpha=1 + beta)
+                if isinstance(beta, Tensor):
+                    memory[name].mul_(-beta).addcmul_(x_new, (1 + beta).to(x_new))
+                else:
+                    memory[name].mul_(-beta).add_(x_new, alpha=1 + beta)
             return memory, d  # the two buffers have changed roles: `memory` now holds y, `d` holds x
         x = {name: torch.add(y, g[name], alpha=-self.lr) for name, y in d.items()}
+        if isinstance(beta, Tensor):
+            return {name: torch.addcmul(leaf, leaf - memory[name], beta.to(leaf)) for name, leaf in x.items()}, x
         return {name: torch.add(leaf, leaf - memory[name], alpha=beta) for name, leaf in x.items()}, x
 
     def result(self, d: Params, memory: Params) -> Params:
         """The last x."""
         return memory
 
-    def _beta(self, strong_convexity: float) -> float:
+    def _beta(self, strong_convexity: float | Tensor) -> float | Tensor:
         if self.momentum is not None:
             return self.momentum
+        if isinstance(strong_convexity, Tensor):  # λ is learned and lies on the device
+            slow = (self.lr * strong_convexity).clamp(max=1.0).sqrt()
+            return (1 - slow) / (1 + slow)
+        if math.isnan(strong_convexity):
+            raise ValueError(
+                "Nesterov computes its momentum from the curvature of the proximal term, which is unknown for this regulariser. Give it: "
+                "Nesterov(lr=…, steps=…, momentum=0.9)."
+            )
         root = math.sqrt(min(1.0, self.lr * strong_convexity))
         return (1 - root) / (1 + root)

@@ -1,0 +1,69 @@
+"""How long a user waits for the first meta-step: a fresh process, with empty caches, then with what the process before left in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# Where torch, its compilers and the CUDA driver keep what they compiled.
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+_PROGRAM = "from metanudge.bench.first_step import child; child()"
+
+
+def first_steps(contender: str, case: str, *, device: str, precision: str, quick: bool, threads: int | None) -> list[dict[str, Any]]:
+    """Seconds from starting a process to its import, first and second meta-step; once cold and once from the caches of that."""
+    with tempfile.TemporaryDirectory(prefix="metanudge-bench-") as folder:
+        caches = {name: str(Path(folder) / name.lower()) for name in CACHES}
+        rows = []
+        for caches_are in ("empty", "filled"):
+            request = {
+                "contender": contender, "case": case, "device": device, "precision": precision, "quick": quick, "threads": threads,
+                "started": time.time(),
+            }  # fmt: skip
+            done = subprocess.run(
+                [sys.executable, "-c", _PROGRAM],
+                input=json.dumps(request),
+                env={**os.environ, **caches, "PYTHONPATH": os.pathsep.join(sys.path)},
+                capture_output=True,
+                text=True,
+                timeout=600,
+                check=False,
+            )
+            if done.returncode:
+                raise RuntimeError(f"The process that measures the first step failed:\n{done.stderr[-2000:]}")
+            rows.append({"contender": contender, "caches": caches_are, **json.loads(done.stdout.splitlines()[-1])})
+    return rows
+
+
+def child() -> None:
+    """The fresh process: reads what to do from standard input, writes the times to standard output."""
+    request = json.loads(sys.stdin.read())
+    import torch
+
+    from metanudge.bench.cases import CASES
+    from metanudge.bench.contender import choose
+    from metanudge.bench.precision import precision
+    from metanudge.bench.suite import CONTENDERS
+
+    imported = time.time()
+    if request["threads"] is not None:
+        torch.set_num_threads(request["threads"])
+    device = torch.device(request["device"])
+    workload = CASES[request["case"]].make(device, quick=request["quick"])
+    (contender,) = choose(CONTENDERS, [request["contender"]])
+    ends = []
+    with precision(request["precision"], device):
+        prepared = contender.prepare(workload)
+        for _ in range(2):
+            prepared.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            ends.append(time.time())
+    started = request["started"]
+    print(json.dumps({"import_s": imported - started, "first_step_s": ends[0] - started, "second_step_s": ends[1] - ends[0]}))

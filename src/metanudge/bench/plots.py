@@ -1,0 +1,72 @@
+"""Results as pictures. They are drawn from the JSON file alone, on any machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from metanudge.bench import tables
+from metanudge.experiments.style import INK, figure, legend, line
+
+_OURS, _RIVAL = "#1f6fd6", "#a9b1bd"
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draw a comparison or a scaling measurement into a PNG file."""
+    made = _comparison(result) if result["kind"] == "compare" else _scaling(result)
+    temporary = file.with_name(f".new-{file.name}")
+    made.savefig(temporary, format="png", dpi=150)
+    temporary.replace(file)
+
+
+def _comparison(result: dict[str, Any]) -> Any:
+    rows = sorted(result["rows"], key=lambda row: -row["seconds"]["median"])
+    made, (time, memory) = figure(2, 1, width=10.0, height=1.7 + 0.24 * len(rows), sharey=True, width_ratios=(3, 2))
+    for place, row in enumerate(rows):
+        colour = _OURS if row["package"] == "metanudge" else _RIVAL
+        median, (low, high) = row["seconds"]["median"], row["seconds"]["quartiles"]
+        time.plot([row["roofline_s"], median], [place, place], color=colour, linewidth=1.0, alpha=0.6)
+        time.errorbar(median, place, xerr=[[median - low], [high - median]], fmt="o", color=colour, ecolor=INK, elinewidth=1.0, capsize=2)
+        memory.plot(row["memory_bytes"] / 1e6, place, "o", color=colour)
+    places = range(len(rows))
+    time.plot([row["roofline_s"] for row in rows], places, "|", color=INK, markersize=9, markeredgewidth=1.6, label="roofline bound")
+    for colour, label in ((_OURS, "metanudge"), (_RIVAL, "others")):
+        time.plot([], [], "o", color=colour, label=label)
+    time.set_yticks(list(places), [row["label"] for row in rows])
+    for axes, label in ((time, "seconds for one meta-step: median and quartiles"), (memory, "peak memory (MB)")):
+        axes.set_xscale("log")
+        axes.set_xlabel(label)
+        axes.set_axisbelow(True)
+    legend(time, beside=False, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3)
+    _title(made, result, tables.comparison(result).title)
+    return made
+
+
+def _scaling(result: dict[str, Any]) -> Any:
+    panels = list(dict.fromkeys((curve["quantity"], curve["axis"]) for curve in result["curves"]))
+    made, axes = figure(2, (len(panels) + 1) // 2, width=9.0, height=3.4 * ((len(panels) + 1) // 2), squeeze=False)
+    for place, (quantity, axis) in zip(axes.flat, panels, strict=False):
+        for curve in result["curves"]:
+            if (curve["quantity"], curve["axis"]) != (quantity, axis):
+                continue
+            slope = "" if curve["exponent"] is None else f", {curve['exponent']:.2f}"
+            look = {**line(curve["method"]), "label": f"{curve['label']}{slope}"}
+            if curve["name"].startswith("vmap"):
+                look["linestyle"] = ":"
+            scale = 1.0 if quantity == "time" else 1e-6
+            place.plot([p["value"] for p in curve["points"]], [scale * p["measured"] for p in curve["points"]], **look)
+        place.set_xscale("log", base=2)
+        place.xaxis.set_major_formatter("{x:g}")
+        place.set_yscale("log")
+        place.set_xlabel(axis)
+        place.set_ylabel("seconds" if quantity == "time" else "peak memory (MB)")
+        legend(place, beside=False, fontsize=7)
+    for spare in axes.flat[len(panels) :]:
+        spare.remove()
+    _title(made, result, f"{tables.scaling(result).title} (exponents in the legends)")
+    return made
+
+
+def _title(made: Any, result: dict[str, Any], text: str) -> None:
+    """In two lines: what, and on which machine."""
+    made.suptitle(text.replace(f", on {tables.where(result)}", f"\n{tables.where(result)}"), x=0.01, ha="left", fontsize=9.5, color=INK)

@@ -1,0 +1,26 @@
+"""Compute in a precision: float32 throughout, float32 with TF32 multiplications, or bfloat16 by autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+Precision = Literal["fp32", "tf32", "bf16"]
+
+
+@contextmanager
+def precision(name: Precision, device: torch.device) -> Iterator[None]:
+    """All torch computation inside uses this precision."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    try:
+        # Without the cache of cast weights: inner steps overwrite parameters in place, and a cached copy would be stale.
+        with torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False, enabled=name == "bf16"):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

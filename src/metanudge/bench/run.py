@@ -1,0 +1,108 @@
+"""A run of the benchmark as configured: measure case by case, and write each result when it is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from metanudge.bench import tables
+from metanudge.bench.cases import Case, find_cases
+from metanudge.bench.config import BenchConfig
+from metanudge.bench.contender import Contender, choose
+from metanudge.bench.explain import explain
+from metanudge.bench.first_step import first_steps
+from metanudge.bench.scaling import DEFAULT as SCALING
+from metanudge.bench.scaling import scale
+from metanudge.bench.suite import CONTENDERS, Result, compare
+from metanudge.experiments.progress import Progress
+from metanudge.experiments.run import choose_device
+from metanudge.training.errors import UserError
+
+
+def run(config: BenchConfig, progress: Progress) -> Iterator[tuple[Path, Result]]:
+    """Every result, and the file it was written to, as they come."""
+    _check(config)
+    device, cases = choose_device(config.device), find_cases(config.case)
+    default = ("fobmaml-loss",) if config.explain else SCALING if config.scaling else ()
+    contenders = choose(CONTENDERS, config.only or default)
+    config.out.mkdir(parents=True, exist_ok=True)
+    threads = torch.get_num_threads()
+    if config.quick and config.threads is None:
+        config = dataclasses.replace(config, threads=1)  # more would only wait for each other
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    try:
+        for case in cases:
+            for name, result in _measure(case, contenders, config, device, progress):
+                file = config.out / f"{name}-{device.type}-{config.precision}{'-quick' if config.quick else ''}.json"
+                write(file, result)
+                yield file, result
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(
+    case: Case, contenders: list[Contender], config: BenchConfig, device: torch.device, progress: Progress
+) -> Iterator[tuple[str, Result]]:
+    if config.explain:
+        for contender in contenders:
+            if (reason := contender.absence(device)) is not None:
+                raise UserError(f"{contender.name} cannot be explained here, {reason}.")
+            progress.note(f"{case.name}: profiling {contender.name}")
+            yield f"{case.name}-explain-{contender.name}", explain(case, contender, config, device)
+    elif config.scaling:
+        yield f"{case.name}-scaling", scale(case, contenders, config, device, progress)
+    else:
+        result = compare(case, contenders, config, device, progress)
+        own = next((row["name"] for row in result["rows"] if row["package"] == "metanudge"), None)
+        if config.first_step and own is not None:
+            progress.note(f"{case.name}: first meta-step of a fresh process")
+            result["first_step"] = first_steps(
+                own, case.name, device=str(device), precision=config.precision, quick=config.quick, threads=config.threads
+            )
+        yield case.name, result
+
+
+def show(result: Result) -> list[tables.Table]:
+    """A result as tables."""
+    if result["kind"] == "explain":
+        return tables.explanation(result)
+    if result["kind"] == "scaling":
+        return [tables.scaling(result)]
+    return [tables.comparison(result), *([tables.first_steps(result)] if "first_step" in result else [])]
+
+
+def write(file: Path, result: Result) -> None:
+    """As JSON; the file gets its name when it is complete."""
+    temporary = file.with_name(f".new-{file.name}")
+    temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+def read(file: Path) -> Result:
+    """A result written before; `UserError` where the file is none."""
+    try:
+        result: Any = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"There is no file {file}. metanudge bench writes results to results/bench.") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as a result of metanudge bench: {error}") from error
+    if not isinstance(result, dict) or result.get("kind") not in ("compare", "scaling", "explain"):
+        raise UserError(f"{file} is not a result of metanudge bench.")
+    return result
+
+
+def _check(config: BenchConfig) -> None:
+    for flag, value in (("--repeats", config.repeats), ("--warmup", config.warmup), ("--steps", config.steps)):
+        if value < 1:
+            raise UserError(f"{flag} {value} is too small. Use 1 or more.")
+    for flag, number in (("--tasks", config.tasks), ("--threads", config.threads)):
+        if number is not None and number < 1:
+            raise UserError(f"{flag} {number} is too small. Use 1 or more.")
+    if config.explain and config.scaling:
+        raise UserError("--explain and --scaling measure different things. Use one at a time.")

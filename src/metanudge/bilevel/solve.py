@@ -1,0 +1,216 @@
+"""`hypergradient`: the derivative of an outer loss through the solution of an inner problem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from metanudge.bilevel import baselines
+from metanudge.bilevel.estimate import Estimate, size
+from metanudge.bilevel.nudged import nudged
+from metanudge.bilevel.problem import Bilevel, Function
+from metanudge.bilevel.tree import Tree
+from metanudge.estimators import ESMAML, FOBMAML, FOMAML, IMAML, MAML, Estimator, Exact, NonFiniteError, Reptile
+from metanudge.solvers import LBFGS, Nesterov, Solver
+from metanudge.solvers.base import check_positive
+
+METHODS: dict[type, Callable[..., Estimate]] = {
+    FOBMAML: nudged,
+    MAML: baselines.unrolled,
+    IMAML: baselines.implicit,
+    FOMAML: baselines.direct,
+    Exact: baselines.dense,
+    ESMAML: baselines.smoothed,
+}
+
+
+@dataclass(frozen=True)
+class Hypergradient:
+    """∇F(x), and what is known about it.
+
+    Attributes:
+        gradient: ∇F, in the structure of x; None in the place of leaves that are no floating tensors.
+        phi: the inner solution φ_0, in the structure of `init`.
+        outer, inner: values of the two functions at (x, φ_0).
+        residual: ‖∂_φ g‖ at φ_0; 0 at an exact solution.
+        steps: steps of the un-nudged solve.
+        nu: nudge used; None for estimators without one.
+        error: estimated relative error of the difference from nudged solves that stopped early, Σ_j |c_j| residual_j / (ν ‖∂_φ f‖);
+            errors that the solves share cancel, so it is a cautious one. None for estimators without a difference.
+        linear_residual: relative residual of the linear system of `IMAML` and `Exact`; None for the others.
+        inner_gradients, outer_gradients, hessian_products: backward passes through each function, and second ones, in all.
+    """
+
+    gradient: Any
+    phi: Any
+    outer: float
+    inner: float
+    residual: float
+    steps: int
+    nu: float | None
+    error: float | None
+    linear_residual: float | None
+    inner_gradients: int
+    outer_gradients: int
+    hessian_products: int
+
+    def __str__(self) -> str:
+        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(self.gradient) if leaf is not None]
+        norm = math.sqrt(sum(float(leaf.double().square().sum()) for leaf in leaves))
+        parts = [f"outer {self.outer:.4g}, inner {self.inner:.4g}", f"residual {self.residual:.2g} after {self.steps} steps"]
+        if self.nu is not None:
+            parts.append(f"ν {self.nu:g}")
+        if self.error is not None:
+            parts.append(f"error from unconverged solves at most about {self.error:.1g}")
+        if self.linear_residual is not None:
+            parts.append(f"linear residual {self.linear_residual:.1g}")
+        cost = f"{self.inner_gradients} inner and {self.outer_gradients} outer gradients"
+        if self.hessian_products:
+            cost += f", {self.hessian_products} Hessian products"
+        return ", ".join([f"|hypergradient| {norm:.4g}", *parts, cost])
+
+
+def hypergradient(
+    inner: Function,
+    outer: Function,
+    x: Any,
+    init: Any,
+    *,
+    solver: Solver | None = None,
+    estimator: Estimator | None = None,
+    strong_convexity: float | None = None,
+    seed: int = 0,
+) -> Hypergradient:
+    """∇F(x) of F(x) = f(x, φ*(x)), φ*(x) = argmin_φ g(x, φ), for any two functions of pytrees of tensors.
+
+    Args:
+        inner: g(x, phi), a scalar; no proximal term is added to it.
+        outer: f(x, phi), a scalar; it may depend on x directly as well.
+        x: what to differentiate by: a tensor, or a dict, list or tuple of tensors. Every floating tensor in it counts.
+        init: where solves start, in the structure that `phi` shall have. It counts as a constant, also where it was made from x.
+        solver: how to solve the inner problem. Default: `LBFGS()`, to a residual of 10⁻¹⁰ (10⁻⁵ in float32).
+        estimator: how to differentiate. Default: `FOBMAML` with a symmetric loss nudge of 10⁻³ (10⁻² in float32), its nudged solves
+            started at the solution, so that they stay in its basin where inner is not convex. `MAML()` differentiates the solver's
+            steps, `IMAML(cg_steps=…)` and `Exact()` use the implicit function theorem, `FOMAML()` takes ∂_x f alone, `ESMAML()`
+            perturbs x at random; `Reptile()` has no meaning here.
+        strong_convexity: lower bound of g's curvature in φ; `Nesterov` computes its momentum from it.
+        seed: of random numbers that the functions draw (dropout); every solve sees the same.
+
+    Cost: of FO-B-MAML three solves (forward two, five-point five), with an outer gradient in every step of the nudged ones for the loss
+    nudge and one outer gradient in all for the gradient nudge; memory of one gradient, however many steps. Nothing is written to `.grad`.
+
+    Example:
+        >>> A, b = torch.eye(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        >>> inner = lambda x, phi: (A @ phi - b).square().sum() + x.exp() * phi.square().sum()
+        >>> outer = lambda x, phi: (phi - 0.25).square().sum()
+        >>> result = hypergradient(inner, outer, torch.zeros((), dtype=torch.float64), torch.zeros_like(b))
+        >>> result.phi, round(float(result.gradient), 5)  # φ = 1/(1 + eˣ), dF/dx = −3 · 2 (φ − ¼) eˣ/(1 + eˣ)²
+        (tensor([0.5000, 0.5000, 0.5000], dtype=torch.float64), -0.375)
+    """
+    x_tree, init_tree = Tree(x, "x"), Tree(init, "phi")
+    problem = Bilevel(inner, outer, x_tree, init_tree, strong_convexity=strong_convexity, seed=seed)
+    solver, estimator = choose(problem, solver, estimator)
+    estimate = differentiate(problem, solver, estimator)
+    solved, evaluations = estimate.solved, problem.evaluations
+    return Hypergradient(
+        gradient=x_tree.build_alone({n: leaf.to(problem.x[n].dtype) for n, leaf in estimate.gradient.items()}),
+        phi=init_tree.build(problem.phi(solved.d)),
+        outer=float(solved.outer.value),
+        inner=float(solved.inner.value),
+        residual=size(solved.inner.by_phi),
+        steps=int(solved.solution.steps),
+        nu=getattr(estimator, "nu", None),
+        error=estimate.error,
+        linear_residual=estimate.linear_residual,
+        inner_gradients=evaluations.inner_gradients,
+        outer_gradients=evaluations.outer_gradients,
+        hessian_products=evaluations.hessian_products,
+    )
+
+
+def differentiate(problem: Bilevel, solver: Solver, estimator: Estimator) -> Estimate:
+    """Run an estimator, also where the caller has gradients switched off, and check what comes out."""
+    with torch.inference_mode(False), torch.enable_grad(), problem.draws.preserved():
+        estimate = METHODS[type(estimator)](problem, solver, estimator)
+    if not problem.depends_on_x:
+        raise ValueError(
+            "Neither inner(x, phi) nor outer(x, phi) depends on x, so the hypergradient is zero. "
+            "Use x in one of them, and look for .detach(), torch.no_grad() or .item() on the way."
+        )
+    bad = [n for n, leaf in estimate.gradient.items() if not bool(torch.isfinite(leaf).all())]
+    if bad:
+        raise NonFiniteError(
+            f"The hypergradient by {', '.join(bad)} is not finite although the inner solves were: a derivative in x overflowed or "
+            "does not exist at the solution. Look at inner and outer there. Nothing was written to .grad."
+        )
+    return estimate
+
+
+def choose(problem: Bilevel, solver: Solver | None, estimator: Estimator | None) -> tuple[Solver, Estimator]:
+    """The user's solver and estimator, or the defaults, checked for use on a general bilevel problem.
+
+    The default ν balances a truncation error of order ν² against the rounding, or the solver's tolerance, over ν.
+    """
+    single = any(torch.finfo(t.dtype).bits < 64 for t in (*problem.x.values(), *problem.init.values()))
+    if solver is None:
+        solver = LBFGS(tol=1e-5) if single else LBFGS()
+    if estimator is None:
+        estimator = FOBMAML(nu=1e-2 if single else 1e-3, start="solution")
+    _check_solver(solver, problem.strong_convexity)
+    _check_estimator(estimator)
+    estimator.check(solver)
+    return solver, estimator
+
+
+def _check_solver(solver: Any, strong_convexity: float | None) -> None:
+    if not isinstance(solver, Solver):
+        raise TypeError(
+            f"solver must be one of metanudge's solvers, e.g. mn.LBFGS() or mn.GradientDescent(lr=0.1, steps=100), got {solver!r}."
+        )
+    if getattr(solver, "batch_size", None) is not None:
+        raise ValueError(
+            f"{solver!r} draws minibatches, but inner(x, phi) is a function without examples to draw from. "
+            "Leave batch_size out, and draw a minibatch inside inner if you want one."
+        )
+    if strong_convexity is not None:
+        check_positive(strong_convexity, "strong_convexity", "It is a lower bound of inner's curvature in phi; leave it out if unknown.")
+    elif isinstance(solver, Nesterov) and solver.momentum is None:
+        raise ValueError(
+            "Nesterov computes its momentum from the inner problem's strong convexity, which a general inner function does not reveal. "
+            "Give strong_convexity=… (a lower bound of the curvature, e.g. the weight of an L2 penalty), or Nesterov(momentum=0.9, …)."
+        )
+
+
+def _check_estimator(estimator: Any) -> None:
+    if isinstance(estimator, Reptile):
+        raise TypeError(
+            "Reptile moves parameters towards the adapted ones, which presumes that x and phi are the same parameters; a general "
+            "bilevel problem has no such direction. Use FOBMAML(), or FOMAML() for the direct term alone."
+        )
+    if type(estimator) not in METHODS:
+        known = ", ".join(kind.__name__ for kind in METHODS)
+        raise TypeError(f"estimator must be one of {known}, got {estimator!r}. Pass an object, e.g. mn.FOBMAML().")
+    if isinstance(estimator, FOBMAML):
+        _check_nudge(estimator)
+
+
+def _check_nudge(estimator: FOBMAML) -> None:
+    if estimator.start == "shifted":
+        raise ValueError(
+            "start='shifted' starts nudged solves at a moved proximal centre, and a general inner problem has no such centre. "
+            "Use start='theta' (all solves start at init) or start='solution' (at the un-nudged solution)."
+        )
+    if estimator.unshrink:
+        raise ValueError(
+            "unshrink=True divides out a factor that follows from the proximal term's λ, and a general inner problem has none. "
+            "Leave it out, and take enough inner steps or start='solution'."
+        )
+    if estimator.stencil != "tangent" and (isinstance(estimator.nu, bool) or not isinstance(estimator.nu, (int, float))):
+        raise ValueError(
+            f"nu={estimator.nu!r} is not a number, and ν is not chosen automatically for general bilevel problems. "
+            "Give one, e.g. nu=1e-3, or leave the estimator out for the default."
+        )

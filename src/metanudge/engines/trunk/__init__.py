@@ -1,0 +1,54 @@
+"""Trunks: leading `Conv → BatchNorm → ReLU → MaxPool(2)` blocks of a chain as one operation with a hand-written derivative.
+
+These blocks are nearly all the work of the usual few-shot networks, and together they allow what layer by layer is impossible: a bias
+before BatchNorm cancels, pooling may go before normalisation, the first layer's statistics follow from moments of the data.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from metanudge.engines.trunk.cpu import CPUTrunk
+from metanudge.engines.trunk.interface import BlockWeights, Trunk
+from metanudge.engines.trunk.match import Block, Match, match
+
+
+def trunk_for(device: torch.device, dtype: torch.dtype, blocks: Sequence[Block]) -> Trunk | None:
+    """What runs these blocks on a device, or None where the layers run one by one."""
+    if device.type == "cuda" and dtype == torch.float32 and triton_works():
+        from metanudge.engines.trunk.cuda import CUDATrunk
+
+        if not torch.is_autocast_enabled("cuda"):
+            return CUDATrunk(blocks, precision="tf32" if torch.backends.cudnn.allow_tf32 else "full")
+        return CUDATrunk(blocks, precision="bf16") if torch.get_autocast_dtype("cuda") == torch.bfloat16 else None
+    if torch.is_autocast_enabled(device.type):
+        return None
+    if device.type == "cpu" and dtype in (torch.float32, torch.float64):
+        return CPUTrunk(blocks)
+    return None
+
+
+def rows_at_once(trunk: Trunk, inputs: Tensor) -> int | None:
+    """For how many rows on inputs `(tasks, examples, channels, *spatial)` activations should be held at once; None for all."""
+    return trunk.rows_at_once(inputs) if isinstance(trunk, CPUTrunk) else None
+
+
+@cache
+def triton_works() -> bool:
+    """Whether Triton is there and can build kernels for the current device."""
+    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability() < (8, 0):
+        return False
+    from triton.runtime import driver
+
+    try:
+        return driver.active.get_current_target().backend == "cuda"
+    except RuntimeError:
+        return False
+
+
+__all__ = ["Block", "BlockWeights", "Match", "Trunk", "match", "rows_at_once", "trunk_for"]

@@ -1,0 +1,363 @@
+"""The trunk on a CUDA device, in Triton kernels (see `kernels.py`).
+
+What it leaves out makes it fast: the first layer's full-size activations are never written (its statistics follow from moments of the
+data, its outputs are cheap to make again), every other full-size activation is written once and read by fused kernels only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from metanudge.engines.trunk import kernels
+from metanudge.engines.trunk.interface import BlockWeights
+from metanudge.engines.trunk.match import Block
+
+_LARGEST_PATCH = 31  # numbers in a first layer's patch: with a 1 after it, two tensor-core tiles
+_ENOUGH_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The sizes of one block: what goes in, what the convolution makes of it, what pooling leaves."""
+
+    ci: int
+    co: int
+    kernel: tuple[int, int]
+    padding: tuple[int, int]
+    pool: tuple[int, int]
+    examples: int
+    before: tuple[int, int]
+    after: tuple[int, int]
+    pooled: tuple[int, int]
+    eps: float
+
+    @property
+    def taps(self) -> int:
+        return self.kernel[0] * self.kernel[1]
+
+    @property
+    def pixels(self) -> int:
+        """Of the convolution's output, all examples of a row together."""
+        return self.examples * self.after[0] * self.after[1]
+
+    @property
+    def entries(self) -> int:
+        """Of the pooled output, all examples of a row together."""
+        return self.examples * self.pooled[0] * self.pooled[1]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    images: Tensor  # (tasks, examples, height, width, channels)
+    means: Tensor | None  # moments of the first layer's patches, where that layer is small enough
+    covariance: Tensor | None
+    shapes: tuple[_Shape, ...]
+    spatial: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the way back needs of one block."""
+
+    x: Tensor
+    weight: Tensor
+    z: Tensor
+    coefficients: Tensor
+    pick: Tensor
+
+
+class CUDATrunk:
+    """All blocks as one operation on a CUDA device.
+
+    Args:
+        blocks: what to run.
+        precision: `"full"`: float32 throughout. `"tf32"`: factors of matrix products are kept in float16, gradients scaled row by row;
+            that is TF32's precision at half its size. `"bf16"`: all activations in bfloat16. Sums and statistics are float32 always.
+    """
+
+    def __init__(self, blocks: Sequence[Block], *, precision: Literal["full", "tf32", "bf16"] = "full") -> None:
+        self._blocks = tuple(blocks)
+        self._factors = {"full": torch.float32, "tf32": torch.float16, "bf16": torch.bfloat16}[precision]
+        self._between = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._first_precision = "tf32x3" if precision == "full" else "tf32"
+        self._scaled = precision == "tf32"
+
+    def prepare(self, inputs: Tensor) -> _Prepared:
+        """Channels last, and the moments of the first layer's patches."""
+        spatial = inputs.ndim - 3
+        x = inputs if spatial == 2 else inputs.unsqueeze(-2)
+        shapes = tuple(_shapes(self._blocks, x.shape[1], (x.shape[3], x.shape[4])))
+        images = x.permute(0, 1, 3, 4, 2).float().contiguous()
+        first = shapes[0]
+        if first.ci * first.taps > _LARGEST_PATCH:
+            return _Prepared(images.to(self._factors), None, None, shapes, spatial)
+        return _Prepared(images, *_moments(images, first), shapes, spatial)
+
+    def outputs(self, prepared: _Prepared, weights: Sequence[BlockWeights]) -> Tensor:
+        """Outputs `(rows, examples, channels, *spatial)`."""
+        y: Tensor = _Run.apply(self, prepared, *(leaf for block in weights for leaf in block))
+        y = y.permute(0, 1, 4, 2, 3)
+        return y if prepared.spatial == 2 else y.squeeze(-2)
+
+    def forward(self, prepared: _Prepared, weights: list[BlockWeights]) -> tuple[Tensor, list[_Kept], Tensor | None]:
+        """The outputs, channels last, and what the way back needs: of each later block, and the first block's choices."""
+        kept: list[_Kept] = []
+        pick: Tensor | None = None
+        x = prepared.images
+        for n, (shape, block) in enumerate(zip(prepared.shapes, weights, strict=True)):
+            dtype = self._factors if n + 1 < len(weights) else torch.float32
+            if n == 0 and prepared.means is not None:
+                x, pick = self._first(prepared, shape, block, dtype)
+            else:
+                x, memory = self._later(shape, x, block, dtype)
+                kept.append(memory)
+        return x, kept, pick
+
+    def backward(
+        self, prepared: _Prepared, weights: list[BlockWeights], kept: list[_Kept], pick: Tensor | None, dy: Tensor
+    ) -> list[Tensor | None]:
+        """Gradients of all weights in the order of the blocks."""
+        gradients: list[tuple[Tensor | None, ...]] = []
+        offset = len(weights) - len(kept)
+        for n in reversed(range(len(kept))):
+            shape, block, memory = prepared.shapes[n + offset], weights[n + offset], kept.pop()
+            dx, found = self._later_backward(shape, block, memory, dy, inputs=n + offset > 0)
+            gradients.append(found)
+            del memory
+            if dx is not None:
+                dy = dx
+        if pick is not None:
+            gradients.append(self._first_backward(prepared, weights[0], pick, dy))
+        return [leaf for found in reversed(gradients) for leaf in found]
+
+    def _first(self, prepared: _Prepared, shape: _Shape, block: BlockWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        weight, gamma, beta = _affine(block)
+        rows, width = weight.shape[0], _width(shape.co)
+        columns = triton.cdiv(shape.co, width)
+        coefficients = weight.new_empty((rows, 2, shape.co))
+        kernels.first_normalisation[(rows, columns)](
+            weight, gamma, beta, prepared.means, prepared.covariance, coefficients,
+            len(prepared.images), weight.stride(0), gamma.stride(0), beta.stride(0), shape.eps,
+            CO=shape.co, FEATURES=shape.ci * shape.taps, BLOCK_F=_features(shape), BLOCK_N=width, num_warps=4,
+        )  # fmt: skip
+        out = weight.new_empty((rows, shape.examples, *shape.pooled, shape.co), dtype=dtype)
+        pick = weight.new_empty(out.shape, dtype=torch.uint8)
+        tiles, share = _shares(shape.entries, 64, rows * columns)
+        kernels.first_forward[(tiles, rows, columns)](
+            prepared.images, weight, coefficients, out, pick, len(prepared.images), weight.stride(0), shape.entries,
+            *shape.before, *shape.pooled, share,
+            CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
+            PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision, BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width,
+            num_warps=4,
+        )  # fmt: skip
+        return out, pick
+
+    def _first_backward(self, prepared: _Prepared, block: BlockWeights, pick: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        shape = prepared.shapes[0]
+        weight, gamma, beta = _affine(block)
+        rows, tasks, width, places = weight.shape[0], len(prepared.images), _width(shape.co), shape.pool[0] * shape.pool[1]
+        columns = triton.cdiv(shape.co, width)
+        tiles, share = _shares(shape.entries, 64, rows * columns, programs=2 * _ENOUGH_PROGRAMS)
+        sums = weight.new_empty((rows, tiles, places, _window(shape), shape.co))
+        ones = weight.new_empty((rows, tiles, shape.co))
+        kernels.first_sums_backward[(tiles, rows, columns)](
+            prepared.images, pick, dy, sums, ones, tasks, shape.entries, *shape.before, *shape.pooled, tiles, share,
+            CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
+            PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision, BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width, num_warps=4,
+        )  # fmt: skip
+        dweight = weight.new_empty(weight.shape)
+        dgamma, dbeta = weight.new_empty((rows, shape.co)), weight.new_empty((rows, shape.co))
+        kernels.first_backward[(rows, columns)](
+            sums, ones, weight, gamma, beta, prepared.means, prepared.covariance, dweight, dgamma, dbeta,
+            tasks, tiles, weight.stride(0), gamma.stride(0), beta.stride(0), shape.eps,
+            CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PH=shape.pool[0], PW=shape.pool[1],
+            BLOCK_F=_features(shape), BLOCK_Q=_window(shape), BLOCK_N=width, num_warps=4,
+        )  # fmt: skip
+        return _found(block, dweight, dgamma, dbeta)
+
+    def _later(self, shape: _Shape, x: Tensor, block: BlockWeights, dtype: torch.dtype) -> tuple[Tensor, _Kept]:
+        weight, gamma, beta = _affine(block)
+        rows, width = weight.shape[0], _width(shape.co)
+        columns = triton.cdiv(shape.co, width)
+        packed = self._packed(shape, weight)
+        tile = _tile(shape.pixels)
+        tiles = triton.cdiv(shape.pixels, tile)
+        z = weight.new_empty((rows, shape.examples, *shape.after, shape.co), dtype=self._between)
+        stats = weight.new_empty((rows, tiles, 2, shape.co))
+        self._convolve(shape, x, packed, z, stats, back=False)
+        coefficients = weight.new_empty((rows, 4, shape.co))
+        kernels.normalisation[(rows, columns)](
+            stats, gamma, beta, coefficients, shape.pixels, tiles, gamma.stride(0), beta.stride(0), shape.eps,
+            CO=shape.co, TILE=tile, BLOCK_T=16, BLOCK_N=width, num_warps=4,
+        )  # fmt: skip
+        out = weight.new_empty((rows, shape.examples, *shape.pooled, shape.co), dtype=dtype)
+        pick = weight.new_empty(out.shape, dtype=torch.uint8)
+        kernels.normalise_and_pool[(triton.cdiv(shape.entries, 32), rows, columns)](
+            z, coefficients, out, pick, shape.entries, *shape.after, *shape.pooled,
+            CO=shape.co, PH=shape.pool[0], PW=shape.pool[1], BLOCK_P=32, BLOCK_N=width, num_warps=4,
+        )  # fmt: skip
+        return out, _Kept(x, packed, z, coefficients, pick)
+
+    def _later_backward(
+        self, shape: _Shape, block: BlockWeights, kept: _Kept, dy: Tensor, *, inputs: bool
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        weight = block.weight
+        rows, width = weight.shape[0], _width(shape.co)
+        columns, tiles = triton.cdiv(shape.co, width), triton.cdiv(shape.entries, 64)
+        sums = weight.new_empty((rows, tiles, 3, shape.co), dtype=torch.float32)
+        sizes = (*shape.after, *shape.pooled)
+        kernels.sums_backward[(tiles, rows, columns)](
+            kept.z, kept.coefficients, kept.pick, dy, sums, shape.entries, *sizes, tiles,
+            CO=shape.co, PH=shape.pool[0], PW=shape.pool[1], BLOCK_P=64, BLOCK_N=width, num_warps=4,
+        )  # fmt: skip
+        dgamma = weight.new_empty((rows, shape.co), dtype=torch.float32)
+        dbeta, factor = torch.empty_like(dgamma), weight.new_empty((rows,), dtype=torch.float32)
+        kernels.normalisation_backward[(rows,)](
+            sums, kept.coefficients, dgamma, dbeta, factor, tiles, CO=shape.co, SCALED=self._scaled, BLOCK_T=16, BLOCK_N=width, num_warps=4
+        )
+        dz = torch.empty_like(kept.z, dtype=self._factors)
+        kernels.spread_backward[(triton.cdiv(shape.pixels, 64), rows, columns)](
+            kept.z, kept.coefficients, kept.pick, dy, dgamma, dbeta, factor, dz, shape.pixels, *sizes,
+            CO=shape.co, PH=shape.pool[0], PW=shape.pool[1], BLOCK_M=64, BLOCK_N=width, num_warps=4,
+        )  # fmt: skip
+        dweight = self._weight_backward(shape, kept.x, dz, factor, weight)
+        dx: Tensor | None = None
+        if inputs:
+            dx = kept.x.new_empty((rows, *kept.x.shape[1:]), dtype=self._between)
+            self._convolve(shape, dz, kept.weight, dx, factor, back=True)
+        return dx, _found(block, dweight, dgamma, dbeta)
+
+    def _packed(self, shape: _Shape, weight: Tensor) -> Tensor:
+        packed = weight.new_empty((weight.shape[0], shape.taps, shape.co, shape.ci), dtype=self._factors)
+        tall, wide = _width(shape.co), _width(shape.ci)
+        kernels.pack_weights[(shape.taps * triton.cdiv(shape.co, tall), weight.shape[0], triton.cdiv(shape.ci, wide))](
+            weight, packed, weight.stride(0), CO=shape.co, CI=shape.ci, TAPS=shape.taps, BLOCK_CO=tall, BLOCK_CI=wide, num_warps=4
+        )
+        return packed
+
+    def _convolve(self, shape: _Shape, x: Tensor, weight: Tensor, out: Tensor, beside: Tensor, *, back: bool) -> None:
+        ci, co = (shape.co, shape.ci) if back else (shape.ci, shape.co)
+        before, after = (shape.after, shape.before) if back else (shape.before, shape.after)
+        pads = tuple(k - 1 - p if back else p for k, p in zip(shape.kernel, shape.padding, strict=True))
+        pixels = shape.examples * after[0] * after[1]
+        tile = _tile(pixels)
+        tiles = triton.cdiv(pixels, tile)
+        kernels.convolve[(tiles, weight.shape[0], triton.cdiv(co, _width(co)))](
+            x, weight, out, beside, x.shape[0], pixels, *before, *after, tiles,
+            CI=ci, CO=co, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=pads[0], PAD_W=pads[1],
+            BACK=back, STATS=not back, PRECISION="tf32x3",
+            BLOCK_M=tile, BLOCK_N=_width(co), BLOCK_K=_width(ci), num_warps=4, num_stages=3,
+        )  # fmt: skip
+
+    def _weight_backward(self, shape: _Shape, x: Tensor, dz: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
+        rows, wide, tall = weight.shape[0], _width(shape.ci), _width(shape.co)
+        blocks = triton.cdiv(shape.ci, wide) * triton.cdiv(shape.co, tall)
+        step = 64 if shape.pixels >= 64 else 32
+        shares = max(1, min(triton.cdiv(shape.pixels, 4 * step), triton.cdiv(_ENOUGH_PROGRAMS, rows * shape.taps * blocks)))
+        share = triton.cdiv(triton.cdiv(shape.pixels, shares), step) * step
+        shares = triton.cdiv(shape.pixels, share)
+        out = weight.new_empty((shares, *weight.shape), dtype=torch.float32)
+        kernels.weight_backward[(shape.taps * shares, rows, blocks)](
+            x, dz, factor, out, x.shape[0], shape.pixels, *shape.before, *shape.after, share,
+            CI=shape.ci, CO=shape.co, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
+            PRECISION="tf32x3", BLOCK_CI=wide, BLOCK_CO=tall, BLOCK_K=step, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        return out[0] if shares == 1 else out.sum(0)
+
+
+class _Run(torch.autograd.Function):
+    """The trunk in autograd's terms."""
+
+    @staticmethod
+    def forward(ctx: Any, trunk: CUDATrunk, prepared: _Prepared, *leaves: Tensor | None) -> Tensor:
+        weights = [BlockWeights(*leaves[n : n + 4]) for n in range(0, len(leaves), 4)]  # type: ignore[arg-type]
+        y, ctx.kept, ctx.pick = trunk.forward(prepared, weights)
+        ctx.trunk, ctx.prepared, ctx.weights = trunk, prepared, weights
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        found = ctx.trunk.backward(ctx.prepared, ctx.weights, ctx.kept, ctx.pick, outputs[0].contiguous())
+        ctx.pick = ctx.weights = None
+        return (None, None, *found)
+
+
+def _shapes(blocks: Sequence[Block], examples: int, spatial: tuple[int, int]) -> list[_Shape]:
+    shapes = []
+    for block in blocks:
+        flat = len(block.kernel) == 1
+        kernel, padding = ((1, *block.kernel), (0, *block.padding)) if flat else (block.kernel, block.padding)
+        pool = (1, 2) if flat else (2, 2)
+        after = tuple(n + 2 * p - k + 1 for n, p, k in zip(spatial, padding, kernel, strict=True))
+        pooled = tuple(n // q for n, q in zip(after, pool, strict=True))
+        shapes.append(
+            _Shape(block.conv.in_channels, block.conv.out_channels, kernel, padding, pool, examples, spatial, after, pooled, block.eps)  # type: ignore[arg-type]
+        )
+        spatial = pooled  # type: ignore[assignment]
+    return shapes
+
+
+def _affine(block: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight, scale and shift as the kernels want them: each row dense, rows anywhere."""
+    shape = block.weight.shape[:2]
+    gamma = block.weight.new_ones(shape) if block.gamma is None else block.gamma
+    beta = block.weight.new_zeros(shape) if block.beta is None else block.beta
+    weight, gamma, beta = (leaf if leaf[0].is_contiguous() else leaf.contiguous() for leaf in (block.weight, gamma, beta))
+    return weight, gamma, beta
+
+
+def _found(block: BlockWeights, dweight: Tensor, dgamma: Tensor, dbeta: Tensor) -> tuple[Tensor | None, ...]:
+    """A block's gradients; the convolution's bias cancels in the normalisation."""
+    return (
+        dweight,
+        None if block.bias is None else block.bias.new_zeros(block.bias.shape),
+        None if block.gamma is None else dgamma,
+        None if block.beta is None else dbeta,
+    )
+
+
+def _moments(images: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
+    """Means `(tasks, features)` and covariances `(tasks, features, features)` of the patches that a first layer sees."""
+    tasks, block, features = len(images), _features(shape), shape.ci * shape.taps
+    tiles, share = _shares(shape.pixels, 64, tasks, programs=16 * _ENOUGH_PROGRAMS)
+    centre = images.flatten(1).mean(1)
+    parts = images.new_empty((tasks, tiles, block, block))
+    kernels.patch_moments[(tiles, tasks)](
+        images, centre, parts, shape.pixels, *shape.before, *shape.after, tiles, share,
+        CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
+        BLOCK_F=block, BLOCK_P=64, num_warps=4,
+    )  # fmt: skip
+    moments = parts.double().sum(1) / shape.pixels
+    mean = moments[:, features, :features]
+    covariance = moments[:, :features, :features] - mean.unsqueeze(2) * mean.unsqueeze(1)
+    return (mean + centre.double().unsqueeze(1)).float().contiguous(), covariance.float().contiguous()
+
+
+def _shares(entries: int, step: int, others: int, programs: int = 4 * _ENOUGH_PROGRAMS) -> tuple[int, int]:
+    """How many programs share the entries of one row, and how many entries (a multiple of `step`) each takes."""
+    tiles = max(1, min(triton.cdiv(entries, step), triton.cdiv(programs, others)))
+    share = triton.cdiv(triton.cdiv(entries, tiles), step) * step
+    return triton.cdiv(entries, share), share
+
+
+def _width(channels: int) -> int:
+    return min(64, max(16, triton.next_power_of_2(channels)))
+
+
+def _features(shape: _Shape) -> int:
+    return max(16, triton.next_power_of_2(shape.ci * shape.taps + 1))
+
+
+def _window(shape: _Shape) -> int:
+    height, width = (k + p - 1 for k, p in zip(shape.kernel, shape.pool, strict=True))
+    return max(16, triton.next_power_of_2(shape.ci * height * width))
+
+
+def _tile(pixels: int) -> int:
+    return 128 if pixels >= 4096 else 64 if pixels >= 64 else 32

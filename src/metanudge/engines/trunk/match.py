@@ -1,0 +1,101 @@
+"""Which leading layers of a chain form a trunk: `Conv → BatchNorm → ReLU → MaxPool(2)`, one or more times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+NORM_OF = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
+POOL_OF = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block's shape: a convolution with stride 1, BatchNorm on batch statistics, ReLU, max-pooling by 2."""
+
+    conv: nn.Conv1d | nn.Conv2d
+    norm: nn.BatchNorm1d | nn.BatchNorm2d
+    kernel: tuple[int, ...]
+    padding: tuple[int, ...]
+    eps: float
+
+    def convolved(self, spatial: Sequence[int]) -> tuple[int, ...]:
+        """Spatial shape after the convolution."""
+        return tuple(n + 2 * p - k + 1 for n, p, k in zip(spatial, self.padding, self.kernel, strict=True))
+
+    def pooled(self, spatial: Sequence[int]) -> tuple[int, ...]:
+        """Spatial shape after the block; an odd last entry is dropped."""
+        return tuple(n // 2 for n in self.convolved(spatial))
+
+
+@dataclass(frozen=True)
+class Match:
+    """The trunk of a chain: the layers before it that work on each example alone, its blocks, and how many layers that makes."""
+
+    before: tuple[nn.Module, ...]
+    blocks: tuple[Block, ...]
+    layers: int
+
+    def fits(self, inputs: Tensor) -> bool:
+        """Whether inputs `(tasks, examples, channels, *spatial)` pass through all blocks; what does not is left to torch to refuse."""
+        conv = self.blocks[0].conv
+        if inputs.ndim != 2 + conv.weight.ndim - 1 or inputs.shape[2] != conv.in_channels or inputs.dtype != conv.weight.dtype:
+            return False
+        spatial: tuple[int, ...] = tuple(inputs.shape[3:])
+        for block in self.blocks:
+            spatial = block.pooled(spatial)
+            if min(spatial) < 1:
+                return False
+        return True
+
+
+def match(layers: Sequence[nn.Module]) -> Match | None:
+    """The trunk that a list of layers begins with, or None where there is none."""
+    before: list[nn.Module] = []
+    for layer in layers:
+        if not getattr(type(layer), "per_example", False):
+            break
+        before.append(layer)
+    blocks: list[Block] = []
+    at = len(before)
+    while (block := _block(layers[at : at + 4])) is not None:
+        if blocks and block.conv.in_channels != blocks[-1].conv.out_channels:
+            break
+        blocks.append(block)
+        at += 4
+    return Match(tuple(before), tuple(blocks), at) if blocks else None
+
+
+def _block(layers: Sequence[nn.Module]) -> Block | None:
+    if len(layers) < 4:
+        return None
+    conv, norm, relu, pool = layers
+    kind = type(conv)
+    if not isinstance(conv, (nn.Conv1d, nn.Conv2d)) or kind not in NORM_OF:
+        return None
+    if not isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d)) or type(norm) is not NORM_OF[kind] or type(relu) is not nn.ReLU:
+        return None
+    if not isinstance(pool, (nn.MaxPool1d, nn.MaxPool2d)) or type(pool) is not POOL_OF[kind] or not halves(pool):
+        return None
+    plain = conv.groups == 1 and conv.padding_mode == "zeros" and {*conv.stride, *conv.dilation} == {1}
+    batch_statistics = norm.training or norm.running_mean is None
+    padding = _padding(conv)
+    if not plain or not batch_statistics or padding is None or norm.num_features != conv.out_channels:
+        return None
+    return Block(conv, norm, tuple(conv.kernel_size), padding, norm.eps)
+
+
+def _padding(conv: nn.Conv1d | nn.Conv2d) -> tuple[int, ...] | None:
+    if not isinstance(conv.padding, str):
+        return tuple(conv.padding)
+    if conv.padding == "valid":
+        return (0,) * len(conv.kernel_size)
+    return tuple(k // 2 for k in conv.kernel_size) if all(k % 2 for k in conv.kernel_size) else None
+
+
+def halves(layer: nn.MaxPool1d | nn.MaxPool2d) -> bool:
+    """Whether a max-pooling layer takes the larger of every two entries (along both axes) and does nothing else."""
+    options = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode, layer.return_indices)
+    return type(layer) in (nn.MaxPool1d, nn.MaxPool2d) and options == (2, 2, 0, 1, False, False)

@@ -1,0 +1,76 @@
+"""Where numbers come from: commit, versions, machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from metanudge.version import __version__
+
+COMMIT_VARIABLE = "METANUDGE_COMMIT"
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Commit, versions, device, CPU and threads of this process, and the date, as JSON values."""
+    commit, dirty = commit_of(Path(__file__).parent)
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "metanudge": __version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.release()}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def same_machine(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether two records differ in nothing but the date."""
+    return {**first, "date": None} == {**second, "date": None}
+
+
+def commit_of(folder: Path) -> tuple[str | None, bool | None]:
+    """The commit checked out in a folder, and whether the package differs from it; None for what git does not tell.
+
+    On a machine with a copy of the files but not of the history, the variable METANUDGE_COMMIT tells; append "+dirty" to it if the copy
+    differs from that commit.
+    """
+    if told := os.environ.get(COMMIT_VARIABLE):
+        return told.removesuffix("+dirty"), told.endswith("+dirty")
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None, None
+    # Only what computes counts: notes and results lying about change no number.
+    changes = _git(folder, "status", "--porcelain", "--", str(folder.parent))
+    return commit, None if changes is None else bool(changes)
+
+
+def cpu_model() -> str:
+    """The processor's name where the system tells, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for text in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if text.startswith("model name"):
+                return text.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,156 @@
+"""½‖φ − θ‖²_λ with λ = exp(ρ) and ρ meta-learned: λ stays positive whatever an optimizer does to ρ."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from metanudge.params import Params, dot
+from metanudge.proximal.base import Force
+from metanudge.proximal.diagonal import Diagonal, multiply_by
+from metanudge.proximal.stiffness import Stiffness, stiffness_per_parameter
+
+Per = Literal["scalar", "tensor", "parameter"]
+ALL = "all"
+
+
+class LogStiffness(nn.Module):
+    """ρ = log λ: one for all parameters, or one (of one entry, or of one per parameter) under the name of each.
+
+    Args:
+        lam: what λ is at the start.
+        per: `"scalar"`, `"tensor"` or `"parameter"`.
+        parameters: those that adapt.
+    """
+
+    def __init__(self, lam: Stiffness, per: Per, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        if per not in get_args(Per):
+            near = difflib.get_close_matches(str(per), get_args(Per), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"Unknown learn_lam {per!r}.{hint} Choose one of: {', '.join(get_args(Per))}; leave it out for a fixed λ.")
+        if callable(lam) and not isinstance(lam, (Tensor, Mapping)):
+            raise ValueError(
+                f"learn_lam={per!r} learns numbers, but lam is an operator. Give a number or a mapping for lam, or leave learn_lam out."
+            )
+        start = stiffness_per_parameter(lam, parameters)
+        self._per: Per = per
+        if per == "scalar":
+            if isinstance(lam, Mapping):
+                raise ValueError(
+                    'lam has one value per parameter name, but learn_lam="scalar" learns one for all. Use learn_lam="tensor", or start '
+                    "from one number."
+                )
+            self.register_parameter(ALL, nn.Parameter(next(iter(start.values())).log()))
+            return
+        for name, value in start.items():
+            if per == "tensor" and value.ndim > 0:
+                raise ValueError(
+                    f'lam[{name!r}] has one value per parameter, but learn_lam="tensor" learns one per tensor. Use '
+                    'learn_lam="parameter", or start from numbers.'
+                )
+            rho = value.log() if per == "tensor" else value.log().expand(parameters[name].shape).clone()
+            _register(self, name, nn.Parameter(rho))
+
+
+class Learned(Diagonal):
+    """R = ½ Σ λ d² with λ = exp(ρ).
+
+    The tensors in `lam` keep their storage; `refresh` writes exp(ρ) into them, on the device.
+    """
+
+    _fixed = False
+
+    def __init__(self, log_lam: LogStiffness, parameters: Mapping[str, Tensor]) -> None:
+        self._log_lam = log_lam
+        self._keys = _keys(log_lam, parameters)
+        rho = dict(log_lam.named_parameters())
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        lam: Params = {}
+        for name, p in parameters.items():
+            place = self._keys[name], torch.promote_types(p.dtype, torch.float32)
+            if place not in self._buffers:
+                self._buffers[place] = torch.empty_like(rho[place[0]], dtype=place[1], device=p.device, requires_grad=False)
+            lam[name] = self._buffers[place]
+        super().__init__(lam)
+        self._smallest_now = lam[next(iter(lam))].new_empty(())
+        self.refresh()
+
+    @property
+    def smallest_curvature(self) -> float | Tensor:
+        """The smallest λ, as it is now."""
+        return self._smallest_now
+
+    @property
+    def learned(self) -> dict[str, nn.Parameter]:
+        """ρ, as `log_lam.…`, where it requires grad."""
+        return {f"log_lam.{key}": p for key, p in self._log_lam.named_parameters() if p.requires_grad}
+
+    def refresh(self) -> None:
+        """λ ← exp(ρ)."""
+        rho = dict(self._log_lam.named_parameters())
+        with torch.no_grad():
+            for (key, dtype), buffer in self._buffers.items():
+                torch.exp(rho[key].to(buffer.device, dtype), out=buffer)
+            self._smallest_now.copy_(_least(self.lam))
+
+    def accumulate(
+        self, gradient: Params, a: Params, b: Params, weights: Sequence[float], scale: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """gradient += Σ_r w_r λ a_r b_r, summed over the parameters that share a λ."""
+        scale = self.lam if scale is None else scale
+        for name, key in self._keys.items():
+            target = gradient.get(f"log_lam.{key}")
+            if target is not None:
+                _add_products(target, a[name], b[name], weights, scale[name])
+
+    def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
+        """d ↦ exp(ρ) d."""
+        rho = {f"log_lam.{key}": p.detach() for key, p in self._log_lam.named_parameters()} | learned
+        lam = {n: rho[f"log_lam.{key}"].to(self.lam[n]).exp() for n, key in self._keys.items()}
+        return multiply_by(lam), _least(lam)
+
+
+def _keys(log_lam: LogStiffness, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Which ρ belongs to each of the model's parameters."""
+    if log_lam._per == "scalar":
+        return dict.fromkeys(parameters, ALL)
+    known = dict(log_lam.named_parameters())
+    missing = [name for name in parameters if name not in known]
+    if missing:
+        raise ValueError(
+            f"No stiffness is learned for {', '.join(missing)}: other parameters adapted when the learner was made. Make a new MetaLearner."
+        )
+    return {name: name for name in parameters}
+
+
+def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter under its dotted name, so that `state_dict` spells it like the model's."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, parameter)
+
+
+def _least(lam: Params) -> Tensor:
+    values = list({id(value): value for value in lam.values()}.values())
+    return torch.stack([value.min().to(values[0]) for value in values]).min()
+
+
+def _add_products(target: Tensor, a: Tensor, b: Tensor, weights: Sequence[float], factor: Tensor) -> None:
+    """target += factor Σ_r w_r a_r b_r, summed over a whole tensor where the target has one entry for it."""
+    with torch.no_grad():
+        if target.shape == a.shape[1:] and a.shape[0] == 1:  # the in-place engine: no temporary but one of the size of a tensor
+            target.addcmul_((a[0] * factor).to(target), b[0].to(target), value=weights[0])
+            return
+        products = a * b if target.shape == a.shape[1:] else dot({"": a}, {"": b})
+        by_nudge = products.unflatten(0, (len(weights), -1)).sum(1)
+        # Python's numbers as weights: making a tensor of them would wait for the device.
+        combined = sum((w * part for w, part in zip(weights[1:], by_nudge[1:], strict=True)), weights[0] * by_nudge[0])
+        target.addcmul_(combined.to(target), factor.to(target))

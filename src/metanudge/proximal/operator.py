@@ -1,0 +1,113 @@
+"""½⟨d, A d⟩ with A any symmetric positive-definite operator: a vector or a matrix as stiffness (paper, § 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from metanudge.params import Params, dot, norm
+from metanudge.proximal.base import Force, Proximal
+from metanudge.proximal.lanczos import extreme_eigenvalues
+from metanudge.proximal.rowwise import Rowwise
+from metanudge.proximal.stiffness import Operator
+
+PROBES = 3
+FIX = "Give a symmetric positive-definite operator, e.g. v ↦ Lᵀ(L v) + εv, or numbers."
+
+
+class Matrix(Proximal):
+    """R = ½⟨d, A d⟩ for a user's product d ↦ A d on the dict of one task; checked on random directions when it is made.
+
+    `smallest_curvature` is estimated with 25 products: at most a little too large.
+    """
+
+    def __init__(self, operator: Operator, parameters: Mapping[str, Tensor]) -> None:
+        self._operator = operator
+        self._shapes = {n: p.shape for n, p in parameters.items()}
+        self._rows = Rowwise(self._product)
+        self._smallest = self._probed(parameters)
+
+    @property
+    def smallest_curvature(self) -> float | Tensor:
+        """About the smallest eigenvalue of A."""
+        return self._smallest
+
+    def product(self, v: Params) -> Params:
+        """A v of every row."""
+        with torch.no_grad():
+            return self._rows(v)
+
+    def add_force(self, g: Params, d: Params, theta: Params) -> None:
+        """g += A d."""
+        for name, leaf in self.product(d).items():
+            g[name].add_(leaf)
+
+    def energy(self, d: Params, theta: Params) -> Tensor:
+        """½⟨d, A d⟩."""
+        return 0.5 * dot(d, self.product(d))
+
+    def add_curvature(self, hv: Params, d: Params, v: Params, theta: Params) -> Params:
+        """hv + A v."""
+        return {n: hv[n] + leaf for n, leaf in self.product(v).items()}
+
+    def pull(self, d: Params, theta: Params) -> tuple[Params, Params | None]:
+        """A d."""
+        return self.product(d), None
+
+    def pull_along(self, d: Params, v: Params, theta: Params) -> tuple[Params, Params | None]:
+        """A v."""
+        return self.product(v), None
+
+    def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
+        """d ↦ A d."""
+        return self._product, self._smallest
+
+    def _product(self, v: Params) -> Params:
+        """A v of one task, in the order and dtypes of v."""
+        result = self._operator(v)
+        if not isinstance(result, Mapping) or set(result) != set(v) or any(result[n].shape != s for n, s in self._shapes.items()):
+            got = {n: tuple(t.shape) for n, t in result.items()} if isinstance(result, Mapping) else type(result).__name__
+            raise ValueError(
+                f"The operator given as lam must return a dict with the names and shapes it is given "
+                f"({ {n: tuple(s) for n, s in self._shapes.items()} }), got {got}."
+            )
+        return {n: result[n].to(leaf.dtype) for n, leaf in v.items()}
+
+    def _probed(self, parameters: Mapping[str, Tensor]) -> float:
+        """Refuse what is not linear, symmetric and positive on random directions; returns the smallest eigenvalue, estimated."""
+        with torch.no_grad():
+            probes = [_direction(parameters, seed) for seed in range(2 * PROBES)]
+            images = [self.product(v) for v in probes]
+            slack = max(torch.finfo(leaf.dtype).eps for leaf in probes[0].values()) ** 0.5
+            if not all(bool(torch.isfinite(norm(image)).all()) for image in images):
+                raise ValueError(f"The operator given as lam returns NaN or Inf. {FIX}")
+            for u, v, au, av in zip(probes[::2], probes[1::2], images[::2], images[1::2], strict=True):
+                size = float(norm(au) + norm(av))
+                both = self.product({n: u[n] + 2 * v[n] for n in u})
+                if float(norm({n: both[n] - au[n] - 2 * av[n] for n in u})) > slack * size:
+                    raise ValueError(f"The operator given as lam is not linear: A(u + 2v) differs from Au + 2Av. {FIX}")
+                if abs(float(dot(u, av) - dot(au, v))) > slack * size:
+                    raise ValueError(
+                        f"The operator given as lam is not symmetric: ⟨u, Av⟩ = {float(dot(u, av)):.6g} but "
+                        f"⟨Au, v⟩ = {float(dot(au, v)):.6g}. {FIX}"
+                    )
+            smallest, largest = extreme_eigenvalues(self.product, probes[0])
+            if smallest <= slack**2 * abs(largest):
+                raise ValueError(
+                    f"The operator given as lam is not positive definite: it has an eigenvalue of at most {smallest:.3g}, so that the "
+                    f"inner problem may have no unique solution. {FIX}"
+                )
+        return smallest
+
+
+def _direction(parameters: Mapping[str, Tensor], seed: int) -> Params:
+    """A random direction of length 1, with a row axis."""
+    generator = torch.Generator().manual_seed(seed)
+    v = {}
+    for n, p in parameters.items():
+        leaf = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        v[n] = leaf.unsqueeze(0).to(p.device, torch.promote_types(p.dtype, torch.float32))
+    length = norm(v)
+    return {n: leaf / length.to(leaf.dtype) for n, leaf in v.items()}

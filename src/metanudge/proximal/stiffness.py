@@ -1,0 +1,50 @@
+"""λ as users write it (a number, one per tensor, one per parameter), checked and as one tensor per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from metanudge.params import Params
+
+Operator = Callable[[Params], Mapping[str, Tensor]]
+Regulariser = Callable[[Params, Params], Tensor]
+Stiffness = float | Tensor | Mapping[str, float | Tensor] | Operator
+
+
+def stiffness_per_parameter(lam: float | Tensor | Mapping[str, float | Tensor], parameters: Mapping[str, Tensor]) -> Params:
+    """λ as one tensor per parameter, 0-d or of the parameter's shape; raises where it is not positive or does not fit."""
+    if isinstance(lam, Mapping):
+        unknown, missing = sorted(set(lam) - set(parameters)), sorted(set(parameters) - set(lam))
+        if unknown or missing:
+            parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
+            raise ValueError(
+                f"The names in lam do not match the model's trainable parameters ({'; '.join(parts)}). "
+                f"Give one value per parameter name that adapts: {', '.join(parameters)}."
+            )
+        return {name: _stiffness(lam[name], f"lam[{name!r}]", p) for name, p in parameters.items()}
+    if isinstance(lam, Tensor) and lam.ndim > 0:
+        raise ValueError(
+            f"lam is a tensor of shape {tuple(lam.shape)}. One value per parameter goes into a mapping from parameter name to "
+            "a tensor of that parameter's shape; a single number applies to all."
+        )
+    return {name: _stiffness(lam, "lam", p) for name, p in parameters.items()}
+
+
+def _stiffness(value: float | Tensor, what: str, parameter: Tensor) -> Tensor:
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    tensor = torch.as_tensor(value, dtype=dtype, device=parameter.device).detach()
+    if tensor.ndim > 0 and tensor.shape != parameter.shape:
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)} but its parameter has {tuple(parameter.shape)}. "
+            "Give a number or a tensor of the parameter's shape."
+        )
+    if not bool(torch.isfinite(tensor).all()) or not bool((tensor > 0).all()):
+        shown = float(tensor) if tensor.ndim == 0 else f"an entry of {float(tensor[~(torch.isfinite(tensor) & (tensor > 0))][0])}"
+        raise ValueError(
+            f"{what} must be positive and finite, got {shown}: λ is the stiffness of the proximal term ½λ‖φ − θ‖², and "
+            "without it the inner problem has no unique solution. Start with 2.0, or about 1/(inner learning rate)."
+        )
+    return tensor
