@@ -6,10 +6,10 @@ import copy
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,12 @@ from metanudge.problem import Loss, Objective, Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
 from metanudge.solvers import GradientDescent, LinearSolver, Solver
 from metanudge.task import Batch, Task, TaskBatch
+from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
 EngineName = Literal["auto", "stacked", "inplace"]
 Tasks = TaskBatch | Task | Iterable[Task]
 logger = logging.getLogger("metanudge")
+T = TypeVar("T")
 
 
 class MetaLearner(nn.Module):
@@ -110,6 +112,7 @@ class MetaLearner(nn.Module):
         self._cached: tuple[Any, Problem, Any] | None = None
         self._cannot_stack: str | None = None
         self._captures = Captures()
+        self.tuner = NuTuner()
         StackedEngine(chunk)
         fixed = self.problem()
         if learn_lam is not None:
@@ -169,7 +172,8 @@ class MetaLearner(nn.Module):
             first: place of the first task in a meta-batch shared among machines, so that each task's draws are the same wherever it runs.
         """
         gradient, stats = self.meta_gradient(tasks, metrics=metrics, seed=seed, first=first)
-        parameters = self.problem().meta_parameters
+        assert self._cached is not None
+        parameters = self._cached[1].meta_parameters
         torch.autograd.backward(list(parameters.values()), [gradient.pop(n).to(p) for n, p in parameters.items()])
         return stats
 
@@ -186,19 +190,34 @@ class MetaLearner(nn.Module):
         batch = TaskBatch.of(tasks)
         if seed is None:
             seed = mix(self.seed, self.calls)
-        options = {"solver": self.solver, "estimator": self.estimator, "seed": seed, "metrics": metrics, "first": first}
-        with _gradients_on():
-            engine, _ = self.choose_engine(batch)
-            try:
-                captures = self._captures if self.capture else None
-                result = meta_gradient(self.problem(), batch, engine=engine, captures=captures, **options)  # type: ignore[arg-type]
-            except StackingError as error:
-                if self.engine != "auto" or "inplace" not in self.estimator.engines:
-                    raise
-                self._fall_back(error)
-                result = meta_gradient(self.problem(), batch, engine=InplaceEngine(), **options)  # type: ignore[arg-type]
+        problem, solver, captures = self.problem(), self.solver, self._captures if self.capture else None
+
+        def run(engine: Engine) -> tuple[Params, Stats]:
+            estimator = self.tuner.settled(self.estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=first)
+            options: dict[str, Any] = {"seed": seed, "metrics": metrics, "first": first, "captures": captures}
+            return meta_gradient(problem, batch, solver=solver, estimator=estimator, engine=engine, **options)
+
+        result = self._on_engine(batch, run)
+        self.tuner.count()
         self.calls += 1
         return result
+
+    def choose_nu(self, tasks: Tasks, *, seed: int | None = None, first: int = 0, rungs_at_once: int = 1) -> NuEstimate:
+        """Choose ν on these tasks now, for an estimator with `nu="auto"`; otherwise `meta_gradient` does it when it is time.
+
+        For training loops of several processes, which should all use one ν: choose on one, give `learner.tuner.state_dict()` to all.
+
+        Args:
+            tasks, seed, first: as in `backward`.
+            rungs_at_once: how many ν the stacked engine tries side by side.
+        """
+        estimator = self.estimator
+        if not is_automatic(estimator):
+            raise ValueError(f'{estimator!r} leaves no ν to be chosen. Use FOBMAML(nu="auto").')
+        batch = TaskBatch.of(tasks)
+        options: dict[str, Any] = {"solver": self.solver, "first": first, "rungs_at_once": rungs_at_once}
+        options["seed"] = mix(self.seed, self.calls) if seed is None else seed
+        return self._on_engine(batch, lambda engine: self.tuner.look(estimator, self.problem(), batch, engine=engine, **options))
 
     def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
         """A copy of the model adapted to a support set; the learner and its model stay as they are.
@@ -268,6 +287,18 @@ class MetaLearner(nn.Module):
         more = {"learn_lam": self.learn_lam, "adapt": self.adapting}
         shown = "".join(f", {name}={value!r}" for name, value in more.items() if value is not None)
         return f"{term}{shown}, solver={self.solver!r}, estimator={self.estimator!r}, engine={self.engine!r}"
+
+    def _on_engine(self, batch: TaskBatch, run: Callable[[Engine], T]) -> T:
+        """Run on the engine for a batch, and in place where the model turns out not to stack and the choice is ours."""
+        with _gradients_on():
+            engine, _ = self.choose_engine(batch)
+            try:
+                return run(engine)
+            except StackingError as error:
+                if self.engine != "auto" or "inplace" not in self.estimator.engines:
+                    raise
+                self._fall_back(error)
+                return run(InplaceEngine())
 
     def _fall_back(self, error: StackingError) -> None:
         self._cannot_stack = str(error)

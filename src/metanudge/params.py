@@ -6,7 +6,7 @@ engine (one row). Nothing here knows what the rows mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,13 @@ def per_row(values: Tensor, like: Tensor) -> Tensor:
 def add_scaled(a: Params, scale: Tensor, b: Params) -> Params:
     """`a + scale·b` with one scale per row, out of place."""
     return {name: torch.addcmul(a[name], per_row(scale, b[name]), b[name]) for name in a}
+
+
+def tiled(a: Params, factors: Sequence[float]) -> Params:
+    """All rows of `a` times the first factor, then all times the second, and so on."""
+    if isinstance(a, Flat):
+        return a.like(torch.cat([a.matrix * factor for factor in factors]))
+    return {name: torch.cat([leaf * factor for factor in factors]) for name, leaf in a.items()}
 
 
 def select(mask: Tensor, new: Params, old: Params) -> Params:

@@ -78,27 +78,33 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of a batch; the accuracy is NaN where the batch is no classification."""
-        if self.takes_model:
-            return self._checked(self.loss(self.model, batch), None)
-        return self.judge(*self.output(batch))
+        if not self.takes_model:
+            return self.judge(*self.output(batch))
+        loss = _checked(self.loss(self.model, batch))
+        return loss, loss.detach().new_full((), math.nan)
+
+    def loss_alone(self, batch: Batch) -> Tensor:
+        """The loss of a batch, without the accuracy."""
+        return _checked(self.loss(self.model, batch)) if self.takes_model else self.judge_loss(*self.output(batch))
 
     def judge(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of the model's output on the targets."""
-        return self._checked(self.loss(output, target), classification_accuracy(output, target))
+        loss, accuracy = self.judge_loss(output, target), classification_accuracy(output, target)
+        return loss, accuracy if accuracy is not None else loss.detach().new_full((), math.nan)
 
     def judge_loss(self, output: Any, target: Any) -> Tensor:
-        """The loss alone."""
-        return self._checked(self.loss(output, target), None)[0]
+        """Loss of the model's output on the targets."""
+        return _checked(self.loss(output, target))
 
-    @staticmethod
-    def _checked(loss: Any, accuracy: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not isinstance(loss, Tensor) or loss.ndim != 0:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise LossError(
-                f"The loss must be a scalar tensor, got {got}. Reduce it over the examples (mean is usual), "
-                "e.g. reduction='mean' in torch's losses."
-            )
-        return loss, accuracy if accuracy is not None else loss.detach().new_full((), math.nan)
+
+def _checked(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.ndim == 0:
+        return loss
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise LossError(
+        f"The loss must be a scalar tensor, got {got}. Reduce it over the examples (mean is usual), "
+        "e.g. reduction='mean' in torch's losses."
+    )
 
 
 def classification_accuracy(output: Any, target: Any) -> Tensor | None:

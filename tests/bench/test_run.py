@@ -59,6 +59,15 @@ def test_a_fresh_process_has_a_first_step() -> None:
     assert "empty" in str(tables.first_steps({"first_step": rows}))
 
 
+def test_a_first_step_that_fails_does_not_lose_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metanudge.bench.first_step._PROGRAM", "raise SystemExit('no such device')")
+    config = replace(QUICK, first_step=True, case=("sinusoid",), only=("reptile",), out=tmp_path)
+    ((_, result),) = run(config, Lines())
+    assert "first_step" not in result
+    assert "no such device" in result["failed"][0]["error"]
+    assert "The first meta-step of a fresh process failed" in str(tables.comparison(result))
+
+
 PROGRAM = """
 import sys
 for name in ("rich", "tyro", "matplotlib", "jinja2", "safetensors", "PIL", "pooch"):

@@ -40,7 +40,9 @@ def test_scaling_finds_memory_flat_or_growing_with_the_steps(tmp_path: Path) -> 
     result = scale(CASES["sinusoid"], contenders, QUICK, CPU, Lines())
     curves = {(c["name"], c["quantity"], c["axis"]): c for c in result["curves"]}
     assert len(curves) == 2 * 4
-    assert abs(curves["fobmaml-loss", "memory", "steps"]["exponent"]) < 0.05
+    flat, growing = ([p["measured"] for p in curves[name, "memory", "steps"]["points"]] for name in ("fobmaml-loss", "loop-maml"))
+    assert flat[2] < 1.05 * flat[1], "the first step, from θ itself, may need less than the others"
+    assert growing[2] > 1.3 * growing[1]
     assert curves["loop-maml", "memory", "steps"]["exponent"] > 0.3
     assert [p["value"] for p in curves["loop-maml", "time", "tasks"]["points"]] == [1, 2, 4]
     draw(result, tmp_path / "scaling.png")

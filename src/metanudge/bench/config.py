@@ -28,8 +28,8 @@ class BenchConfig:
     repeats: int = 9
     """Measured calls of each contender, one of each in turn."""
 
-    warmup: int = 3
-    """Calls of each contender before that; reported separately."""
+    warmup: int | None = None
+    """Calls of each contender before that, reported separately; 3 on a GPU and 1 on a CPU when left out."""
 
     limit_seconds: float = 300.0
     """Start no further round of a case that would end after this time. One is always measured."""

@@ -39,14 +39,16 @@ class Peaks:
         return {"flops_per_s": self.flops, "bytes_per_s": [{"moved": size, "rate": rate} for size, rate in self.bandwidth]}
 
 
-_SIDES = {"cpu": (512, 1024), "cuda": (2048, 4096, 8192)}
-_MEGABYTES = {"cpu": (0.5, 4, 32, 256), "cuda": (24, 192, 1536, 6144)}
+_SIDES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024), "cuda": (2048, 4096, 8192)}
+_MEGABYTES: dict[str, tuple[float, ...]] = {"cpu": (0.5, 4, 32, 256), "cuda": (24, 192, 1536, 6144)}
 
 
 def measure_peaks(device: torch.device, name: Precision = "fp32", *, quick: bool = False) -> Peaks:
     """Measure; a second or two (quick: much less, and less exact)."""
     kind = "cuda" if device.type == "cuda" else "cpu"
-    sides, sizes = (_SIDES[kind][:1], _MEGABYTES[kind][:2]) if quick else (_SIDES[kind], _MEGABYTES[kind])
+    sides, sizes = _SIDES[kind], _MEGABYTES[kind]
+    if quick:
+        sides, sizes = sides[:1], sizes[:2]
     with precision(name, device), torch.no_grad():
         flops = max(_product_rate(side, device, name) for side in sides)
     if kind == "cuda":  # on a small or crowded card, what fits

@@ -62,9 +62,19 @@ def _measure(
         own = next((row["name"] for row in result["rows"] if row["package"] == "metanudge"), None)
         if config.first_step and own is not None:
             progress.note(f"{case.name}: first meta-step of a fresh process")
-            result["first_step"] = first_steps(
-                own, case.name, device=str(device), precision=config.precision, quick=config.quick, threads=config.threads
-            )
+            try:
+                result["first_step"] = first_steps(
+                    own, case.name, device=str(device), precision=config.precision, quick=config.quick, threads=config.threads
+                )
+            except RuntimeError as error:
+                row = {
+                    "name": own,
+                    "label": "The first meta-step of a fresh process",
+                    "package": "metanudge",
+                    "method": "",
+                    "error": str(error),
+                }
+                result["failed"].append(row)
         yield case.name, result
 
 
@@ -98,11 +108,9 @@ def read(file: Path) -> Result:
 
 
 def _check(config: BenchConfig) -> None:
-    for flag, value in (("--repeats", config.repeats), ("--warmup", config.warmup), ("--steps", config.steps)):
-        if value < 1:
-            raise UserError(f"{flag} {value} is too small. Use 1 or more.")
-    for flag, number in (("--tasks", config.tasks), ("--threads", config.threads)):
+    counts = {name: getattr(config, name) for name in ("repeats", "warmup", "steps", "tasks", "threads")}
+    for name, number in counts.items():
         if number is not None and number < 1:
-            raise UserError(f"{flag} {number} is too small. Use 1 or more.")
+            raise UserError(f"--{name} {number} is too small. Use 1 or more.")
     if config.explain and config.scaling:
         raise UserError("--explain and --scaling measure different things. Use one at a time.")

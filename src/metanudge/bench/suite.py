@@ -90,6 +90,11 @@ def workload_of(case: Case, config: BenchConfig, device: torch.device, **sizes: 
     return case.make(device, quick=config.quick, **sizes)
 
 
+def warmup_calls(config: BenchConfig, device: torch.device) -> int:
+    """As configured; a GPU needs a few for choosing kernels and recording graphs."""
+    return config.warmup if config.warmup is not None else 3 if device.type == "cuda" else 1
+
+
 def enter(contender: Contender, workload: Workload, config: BenchConfig) -> Entrant:
     """Prepare and warm up a contender, and measure its memory.
 
@@ -106,7 +111,7 @@ def enter(contender: Contender, workload: Workload, config: BenchConfig) -> Entr
 
     def warm_up() -> None:
         timed(first, device, times)
-        for _ in range(config.warmup - 1):
+        for _ in range(warmup_calls(config, device) - 1):
             timed(ready[0].step, device, times)
 
     if device.type == "cuda":

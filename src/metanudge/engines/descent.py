@@ -1,8 +1,4 @@
-"""A step of gradient descent that takes every parameter's gradient as soon as autograd has it, and never holds a whole one.
-
-Support and query gradient come one after the other, and the first is gone when the second arrives; the norm of their sum is what d
-has moved since the step began, divided by α. The module still holds φ = θ + d of that moment, up to the rounding of φ.
-"""
+"""Gradient descent that takes every parameter's gradient as soon as autograd has it, and never holds a whole one."""
 
 from __future__ import annotations
 
@@ -12,92 +8,130 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from metanudge.params import Params
 
+Take = Callable[[str, Tensor], None]
 Complete = Callable[[Params, Params], None]
+_LEFT = 0.05
+
+
+class Listener:
+    """Hears of every parameter whose gradient is there, from the first use until `close`.
+
+    Left out are the smallest parameters, a twentieth of all entries, which would cost more time than memory; and those below float32.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._handles: list[RemovableHandle] = []
+        self._take: Take | None = None
+
+    @contextmanager
+    def handing_to(self, take: Take) -> Iterator[None]:
+        """Within, backward passes hand over names and parameters as soon as their `.grad` has all that the pass adds to it."""
+        if not self._handles:
+            names = _all_but_the_smallest(self._parameters)
+            self._handles = [self._parameters[n].register_post_accumulate_grad_hook(partial(self._hear, n)) for n in names]
+        self._take = take
+        try:
+            yield
+        finally:
+            self._take = None
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hear(self, name: str, parameter: Tensor) -> None:
+        if self._take is not None:
+            self._take(name, parameter)
 
 
 class Descent:
-    """d ← d − α ∇g(d), for one row, while backward passes run at φ = θ + d.
+    """One step d ← d − α ∇g(d), for one row, while backward passes run at φ = θ + d.
+
+    A gradient that comes in several parts (support and query set) is gone when the next part arrives. The norm of their sum is what d
+    has moved by, divided by α: the module still holds the φ at which the step began, so the old d is φ − θ, up to the rounding of φ.
 
     Args:
-        parameters: the module's own, holding φ; they must not change until `finish`.
+        parameters: the module's own, holding φ.
         theta: θ.
         d: the displacement, `(1, ...)` each; overwritten.
         lr: α.
-        complete: adds what the data do not give (proximal term, linear nudge) to a parameter's gradient, in place, given the old d.
+        complete: adds what the data do not give (proximal term, linear nudge) to leaves of a gradient at d, in place.
+        parts: how many backward passes there will be.
 
-    Cost: nothing but the gradients themselves, each until autograd has the whole of it; parameters below float32 keep theirs in `.grad`.
+    Cost: the gradient by the parameter that autograd is at, and by those that nobody hands over.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], theta: Params, d: Params, lr: float, complete: Complete) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], theta: Params, d: Params, lr: float, complete: Complete, *, parts: int) -> None:
         self._parameters = parameters
         self._theta = theta
         self._d = d
         self._lr = lr
         self._complete = complete
-        self._norms: Params = {}  # of what came first, with the proximal term
-        self._again: list[str] = []  # names of which more has come since
-        self._corrections: Params = {}
+        self._parts = parts
+        self._norms: dict[str, Tensor | None] = {}  # None where the motion will tell
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take gradients as they come."""
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._take, name))
-            for name, parameter in self._parameters.items()
-            if parameter.dtype == self._d[name].dtype
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def between(self) -> None:
-        """To be called between two passes: what rounding adds to the motion measured so far will be left out of the residual."""
-        names = [n for n in self._norms if n not in self._again and self._d[n].dtype != torch.float64]
-        moved = self._moved(names)
-        self._corrections = {n: self._norms[n].square() - m.square() for n, m in zip(names, moved, strict=True)}
-
-    def finish(self) -> Tensor:
-        """Step also where no gradient came; ‖∇g‖ at the old d, a scalar."""
-        for name, parameter in self._parameters.items():
-            if name not in self._norms:
-                g = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = None
-                self._step(name, g)
-        for name, moved in zip(self._again, self._moved(self._again), strict=True):
-            if name in self._corrections:
-                least = torch.finfo(moved.dtype).eps * self._norms[name].square()  # less would be rounding
-                moved = torch.maximum(moved.square() + self._corrections[name], least).sqrt()
-            self._norms[name] = moved
-        return torch.linalg.vector_norm(torch.stack(list(self._norms.values())))
-
-    def _take(self, name: str, parameter: Tensor) -> None:
-        g = parameter.grad
+    def take(self, name: str, parameter: Tensor) -> None:
+        """Take a parameter's gradient, or one more part of it, and step."""
+        g, d = parameter.grad, self._d[name]
         if g is None:  # a hook of the user's was here before
             return
         parameter.grad = None
-        if name not in self._norms:
-            self._step(name, g)
-            return
-        self._d[name].add_(g, alpha=-self._lr)
-        if name not in self._again:
-            self._again.append(name)
-
-    def _step(self, name: str, g: Tensor) -> None:
-        d = self._d[name]
-        g = g.to(d.dtype).unsqueeze(0)
-        self._complete({name: g}, self._d)
-        self._norms[name] = torch.linalg.vector_norm(g)
+        if name in self._norms:
+            self._norms[name] = None
+        else:
+            g = g.unsqueeze(0)
+            self._complete({name: g}, self._d)
+            self._norms[name] = torch.linalg.vector_norm(g) if self._parts == 1 else None
         d.add_(g, alpha=-self._lr)
 
-    def _moved(self, names: list[str]) -> list[Tensor]:
-        """‖φ − θ − d‖ / α of these parameters."""
+    def finish(self) -> Tensor:
+        """Step where nothing was handed over, too; ‖∇g‖ at the old d, `(1,)`. What the parameters hold then means nothing."""
+        rest = {n: row(take_gradient(p)) for n, p in self._parameters.items() if n not in self._norms}
+        norms = [norm for norm in self._norms.values() if norm is not None]
+        norms += self._motions([name for name, norm in self._norms.items() if norm is None])
+        if rest:
+            self._complete(rest, self._d)
+            leaves = list(rest.values())
+            norms += torch._foreach_norm(leaves)
+            torch._foreach_add_([self._d[n] for n in rest], leaves, alpha=-self._lr)
+        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
+
+    def _motions(self, names: list[str]) -> list[Tensor]:
+        """‖φ − θ − d‖ / α of these parameters; overwrites φ, which saves a copy."""
         if not names:
             return []
-        moved = torch._foreach_sub([self._parameters[n].detach() for n in names], [self._theta[n] for n in names])
-        torch._foreach_sub_(moved, [self._d[n][0] for n in names])
-        return [norm / self._lr for norm in torch._foreach_norm(moved)]
+        phi = [self._parameters[n].data for n in names]
+        torch._foreach_sub_(phi, [self._theta[n] for n in names])
+        torch._foreach_sub_(phi, [self._d[n][0] for n in names])
+        motions = list(torch._foreach_norm(phi))
+        torch._foreach_mul_(motions, 1 / self._lr)
+        return motions
+
+
+def take_gradient(parameter: Tensor) -> Tensor:
+    """A parameter's gradient, taken out of it; zeros where there is none."""
+    g = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    parameter.grad = None
+    return g.detach()
+
+
+def row(g: Tensor) -> Tensor:
+    """A gradient with a row axis, in the dtype of displacements."""
+    return g.to(torch.promote_types(g.dtype, torch.float32)).unsqueeze(0)
+
+
+def _all_but_the_smallest(parameters: Mapping[str, Tensor]) -> list[str]:
+    sizes = {n: p.numel() for n, p in parameters.items() if p.dtype == torch.promote_types(p.dtype, torch.float32)}
+    left = _LEFT * sum(sizes.values())
+    for name in sorted(sizes, key=sizes.__getitem__):
+        left -= sizes[name]
+        if left < 0:
+            break
+        del sizes[name]
+    return list(sizes)

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from metanudge.params import Flat, Params, dot
+from metanudge.params import Flat, Params, dot, tiled
 from metanudge.problem import Nudge, Problem
 from metanudge.solvers.base import Oracle, Solution, Solver
 
@@ -150,14 +150,13 @@ class NudgedOracle:
             self._nu = torch.cat([torch.full((inner.tasks,), nu, dtype=dtype, device=inner.problem.device) for nu in offsets])
         self._start: Params | None = None  # the zeros handed out, until a gradient is asked for
         self._pull: Params | None = None
+        self._pull_scale = 1.0
         if nudge == "gradient":
             assert force is not None
             if len(offsets) == 1:
                 self._pull, self._pull_scale = force, offsets[0]
-            elif isinstance(force, Flat):
-                self._pull, self._pull_scale = force.like(torch.cat([force.matrix * nu for nu in offsets])), 1.0
             else:
-                self._pull, self._pull_scale = {n: torch.cat([q * nu for nu in offsets]) for n, q in force.items()}, 1.0
+                self._pull = tiled(force, offsets)
 
     @property
     def rows(self) -> int:
@@ -176,13 +175,17 @@ class NudgedOracle:
 
     def gradient(self, d: Params, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Params]:
         """Data losses and gradient of the nudged objective."""
-        if d is self._start and step == 0 and self.shift is None:
-            loss, g = self.inner.gradient_at_theta(d, self._nu, batch_size)
-        else:
-            loss, g = self.inner.data_gradient(self._place(d), self._nu, step, batch_size)
-        self._start = None
+        loss, g = self.data_gradient(d, step, batch_size)
         self.complete(g, d)
         return loss, g
+
+    def data_gradient(self, d: Params, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
+        """Losses and gradient of what the data say."""
+        at_theta = d is self._start and step == 0 and self.shift is None
+        self._start = None
+        if at_theta:
+            return self.inner.gradient_at_theta(d, self._nu, batch_size)
+        return self.inner.data_gradient(self._place(d), self._nu, step, batch_size)
 
     def complete(self, g: Params, d: Params) -> None:
         """Add proximal term and linear nudge to the data's gradient, or to some leaves of it, in place."""

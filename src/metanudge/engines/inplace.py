@@ -11,15 +11,16 @@ they were. Hooks registered on parameters see the inner gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metanudge.engines.descent import Complete, Descent
+from metanudge.engines.descent import Complete, Descent, Listener, row, take_gradient
 from metanudge.engines.diagnosis import model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
 from metanudge.engines.randomness import Draws, minibatch
@@ -27,6 +28,8 @@ from metanudge.params import Params
 from metanudge.problem import LossError, Nudge, Problem
 from metanudge.proximal import Diagonal
 from metanudge.task import Batch, Task, TaskBatch, map_tensors
+
+Result = TypeVar("Result")
 
 
 class Guard:
@@ -44,6 +47,7 @@ class Guard:
         ]
         for parameter, _ in self._gradients:
             parameter.grad = None
+        self.listener = Listener(problem.parameters)
         self._shared = problem.shared
         self._want(adapting=True, shared=False)
 
@@ -69,6 +73,7 @@ class Guard:
 
     def restore(self) -> None:
         """Put everything back."""
+        self.listener.close()
         self._want(adapting=True, shared=True)
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self.theta[name])  # .data: the values are what they were, so graphs made before stay valid
@@ -151,15 +156,14 @@ class InplaceInner(Inner):
     ) -> tuple[Tensor, Tensor]:
         """One step of gradient descent; losses and norm of the gradient at the old d."""
         self._write(d)
-        descent = Descent(self.problem.parameters, self._guard.theta, d, lr, complete)
-        with descent.listening():
+        descent = Descent(self.problem.parameters, self._guard.theta, d, lr, complete, parts=1 if offsets is None else 2)
+        with self._guard.listener.handing_to(descent.take):
             total = self._backward(self._support(step, batch_size), step, "support", None)
             self.cost.support_gradients += 1
             if offsets is not None:
-                descent.between()
                 total = total + self._backward(self._task.query, step, "query", offsets[0])
                 self.cost.query_gradients += 1
-        return total.reshape(1), descent.finish().reshape(1)
+        return total.reshape(1), descent.finish()
 
     @property
     def theta(self) -> Params:
@@ -191,7 +195,7 @@ class InplaceInner(Inner):
         shared, leaves = self.problem.shared, list(self.problem.parameters.values())
         directions = [v[n][0].to(p.dtype) for n, p in self.problem.parameters.items()]
         with self._guard.sharing(), sdpa_kernel(SDPBackend.MATH):
-            loss = self._forward(self._task.support, 0, "support")[0]
+            loss = self._loss(self._task.support, 0, "support")
             g = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
             along = [leaf for leaf in zip(g, directions, strict=True) if leaf[0].requires_grad]
             mixed = [torch.zeros_like(p) for p in shared.values()]
@@ -201,7 +205,7 @@ class InplaceInner(Inner):
         self.cost.support_gradients += 1
         self.cost.hessian_products += 1
         self._guard.restore_buffers()
-        return {n: _row(leaf) for n, leaf in zip(shared, mixed, strict=True)}
+        return {n: row(leaf) for n, leaf in zip(shared, mixed, strict=True)}
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d."""
@@ -222,9 +226,9 @@ class InplaceInner(Inner):
         self._write(d)
         leaves = list(self.problem.parameters.values())
         with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivatives
-            total = self._forward(self._support(step, batch_size), step, "support")[0]
+            total = self._loss(self._support(step, batch_size), step, "support")
             if offsets is not None:
-                total = total + offsets[0] * self._forward(self._task.query, step, "query")[0]
+                total = total + offsets[0] * self._loss(self._task.query, step, "query")
         self.cost.support_gradients += 1
         self.cost.query_gradients += 0 if offsets is None else 1
         self.cost.hessian_products += 1
@@ -272,44 +276,36 @@ class InplaceInner(Inner):
         chosen = minibatch(self._draws.seed, self.places[0], step, size, batch_size).to(self.problem.device)
         return map_tensors(lambda t: t[chosen], self._task.support)
 
-    def _forward(self, batch: Batch, step: int, which: str) -> tuple[Tensor, Tensor]:
+    def _run(self, function: Callable[[Batch], Result], batch: Batch, step: int, which: str) -> Result:
+        """Evaluate a function of the batch with the random numbers of this step."""
         self._draws.seed_for(step, which)
         try:
-            loss, accuracy = self.problem.objective(batch)
+            return function(batch)
         except LossError:
             raise
         except (RuntimeError, IndexError, ValueError, AssertionError) as error:
             raise model_refuses(self.problem, batch, which, error) from error
-        return loss, accuracy
+
+    def _loss(self, batch: Batch, step: int, which: str) -> Tensor:
+        return self._run(self.problem.objective.loss_alone, batch, step, which)
 
     def _backward(self, batch: Batch, step: int, which: str, scale: Tensor | None) -> Tensor:
-        loss, _ = self._forward(batch, step, which)
-        loss = loss if scale is None else loss * scale
+        loss = self._loss(batch, step, which)
         if loss.requires_grad:  # a loss that ignores the parameters contributes nothing
-            loss.backward()
+            loss.backward(None if scale is None else scale.to(loss.dtype))
         self._guard.restore_buffers()
-        return loss.detach()
+        return loss.detach() if scale is None else loss.detach() * scale
 
     def _evaluate(self, batch: Batch, d: Params | None, step: int, which: str) -> tuple[Tensor, Tensor]:
         self._write(d)
         with torch.no_grad():
-            loss, accuracy = self._forward(batch, step, which)
+            loss, accuracy = self._run(self.problem.objective, batch, step, which)
         self._guard.restore_buffers()
         return loss, accuracy
 
     def _collect(self, parameters: Mapping[str, Tensor] | None = None) -> Params:
         """Take the gradients (by the parameters that adapt, unless others are given) out of the module, with a row axis."""
-        collected: Params = {}
-        for name, parameter in (self.problem.parameters if parameters is None else parameters).items():
-            g = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            parameter.grad = None
-            collected[name] = _row(g)
-        return collected
-
-
-def _row(g: Tensor) -> Tensor:
-    """A gradient with a row axis, in the dtype of displacements."""
-    return g.detach().to(torch.promote_types(g.dtype, torch.float32)).unsqueeze(0)
+        return {n: row(take_gradient(p)) for n, p in (self.problem.parameters if parameters is None else parameters).items()}
 
 
 class InplaceOracle(NudgedOracle):

@@ -22,10 +22,12 @@ from torch.utils import _pytree as pytree
 
 from metanudge.engines.chain import Chain, Data
 from metanudge.engines.diagnosis import StackingError, cannot_stack, model_refuses
-from metanudge.engines.inner import Cost, Inner, Measured
+from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
 from metanudge.engines.randomness import Draws, minibatch
+from metanudge.engines.trunk import triton_works
 from metanudge.params import Flat, Params, flatten, norm, unflatten
-from metanudge.problem import LossError, Problem
+from metanudge.problem import LossError, Nudge, Problem
+from metanudge.proximal import Diagonal
 from metanudge.solvers.base import LinearSolver, Solution, check_count
 from metanudge.task import Batch, Stack, TaskBatch, map_tensors, num_examples
 
@@ -95,6 +97,12 @@ class StackedInner(Inner):
             return super().zeros(rows)
         matrix = torch.zeros(rows, self._flat_theta.numel(), dtype=next(iter(self.problem.theta_dtypes.values())), device=self.problem.device)
         return Flat(matrix, self._shapes)
+
+    def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
+        """Where kernels for it exist, oracles that descend in one pass over memory."""
+        if self._chain is None or shift is not None or not _fuses(self.problem):
+            return super().oracle(offsets, nudge, force, shift)
+        return FusedOracle(self, offsets, nudge, force, None)
 
     @property
     def nudges_at_once(self) -> int:
@@ -474,6 +482,30 @@ class StackedInner(Inner):
         chosen = self._minibatch(step, size, batch_size)
         tasks = torch.arange(len(chosen), device=chosen.device)[:, None]
         return map_tensors(lambda t: t[tasks, chosen], self._stack.support)
+
+
+class FusedOracle(NudgedOracle):
+    """Nudged problems on a CUDA device that take a whole step of gradient descent in one kernel."""
+
+    def descend(self, d: Params, lr: float, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
+        """d ← d − lr ∇g(d), in place; data losses and ‖∇g‖ at the old d."""
+        from metanudge.engines import fused
+
+        loss, g = self.data_gradient(d, step, batch_size)
+        proximal, pull = self.inner.problem.proximal, self._pull
+        if isinstance(d, Flat) and isinstance(g, Flat) and isinstance(proximal, Diagonal) and isinstance(pull, Flat | None):
+            assert proximal.common is not None
+            matrix = None if pull is None else pull.matrix
+            return loss, fused.step(d.matrix, g.matrix, proximal.common, matrix, self._pull_scale, lr)
+        self.complete(g, d)
+        for name, leaf in d.items():
+            leaf.add_(g[name], alpha=-lr)
+        return loss, norm(g)
+
+
+def _fuses(problem: Problem) -> bool:
+    on_cuda = problem.device.type == "cuda" and triton_works() and set(problem.theta_dtypes.values()) == {torch.float32}
+    return on_cuda and isinstance(problem.proximal, Diagonal) and problem.proximal.common is not None
 
 
 @cache

@@ -170,6 +170,11 @@ class MetaGradient:
         fine = [torch.isfinite(check.values).all().double() for check in self._checks]
         self._sealed = torch.stack([*fine, *self._sums.values()])
 
+    def copy(self) -> Params:
+        """The gradient, out of reach of the next replay of a recording."""
+        pieces = torch.cat([g.flatten() for g in self.gradient.values()]).split([g.numel() for g in self.gradient.values()])
+        return {n: piece.view(g.shape).to(g.dtype) for (n, g), piece in zip(self.gradient.items(), pieces, strict=True)}
+
     def finish(self, cost: Cost, engine: str) -> Stats:
         """Check that everything was finite and sum the statistics up; waits for the device once."""
         sealed = self._sealed.tolist()
@@ -242,6 +247,19 @@ def _add_scaled(target: Tensor, value: Tensor, weight: float, scale: Tensor | No
         target.addcmul_(value, scale, value=weight)
 
 
+def check(problem: Problem, tasks: TaskBatch, *, solver: Solver, estimator: Estimator, engine: Engine) -> None:
+    """Raise where problem, tasks, solver, estimator and engine do not go together."""
+    estimator.check(solver)
+    estimator.check_problem(problem)
+    if engine.name not in estimator.engines:
+        raise ValueError(
+            f"{type(estimator).__name__} runs on {' and '.join(estimator.engines)}, not on {engine.name}. "
+            f'Use engine="{estimator.engines[0]}" or engine="auto", or an estimator that needs only loss.backward() '
+            "(FOBMAML, FOMAML, Reptile)."
+        )
+    problem.check_tasks(tasks)
+
+
 def meta_gradient(
     problem: Problem,
     tasks: TaskBatch,
@@ -259,15 +277,11 @@ def meta_gradient(
     `first` is the place of the batch's first task in a larger meta-batch that is shared among machines: random draws that differ from
     task to task follow the place. With `captures` a meta-step that repeats itself on a CUDA device is recorded and replayed.
     """
-    estimator.check(solver)
-    estimator.check_problem(problem)
-    if engine.name not in estimator.engines:
-        raise ValueError(
-            f"{type(estimator).__name__} runs on {' and '.join(estimator.engines)}, not on {engine.name}. "
-            f'Use engine="{estimator.engines[0]}" or engine="auto", or an estimator that needs only loss.backward() '
-            "(FOBMAML, FOMAML, Reptile)."
-        )
-    problem.check_tasks(tasks)
+    check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
+    if getattr(estimator, "nu", None) == "auto":
+        from metanudge.tuning import NuTuner
+
+        estimator = NuTuner(share=1.0).settled(estimator, problem, tasks, solver=solver, engine=engine, seed=seed, first=first)
     cost = Cost()
 
     def compute(tasks: TaskBatch) -> tuple[MetaGradient, Cost]:
@@ -284,7 +298,7 @@ def meta_gradient(
         key = (_addresses(problem), _shapes(tasks), solver, estimator, engine, metrics, first, _precision(problem.device))
         total, cost = captures.run(key, tasks, compute, drew=lambda: cost.drew)
         stats = total.finish(cost, engine.name)
-        return {n: g.clone() for n, g in total.gradient.items()}, stats
+        return total.copy(), stats
     total, cost = compute(tasks)
     return total.gradient, total.finish(cost, engine.name)
 
@@ -297,11 +311,10 @@ def _repeats_itself(problem: Problem, solver: Solver, estimator: Estimator, engi
 
 
 def _addresses(problem: Problem) -> Hashable:
-    """Where the meta-parameters, stiffnesses and buffers lie."""
+    """Where the meta-parameters and buffers lie (the stiffness belongs to the problem), and the modes of the model's parts."""
     model = problem.objective.model
-    modes = tuple(module.training for module in model.modules())
-    places = (leaf.data_ptr() for group in (problem.meta_parameters, problem.lam, dict(model.named_buffers())) for leaf in group.values())
-    return (id(problem), modes, *places)
+    parameters = [leaf.data_ptr() for leaf in problem.meta_parameters.values()]
+    return problem, *parameters, *[leaf.data_ptr() for leaf in model.buffers()], *[module.training for module in model.modules()]
 
 
 def _shapes(tasks: TaskBatch) -> Hashable:

@@ -5,8 +5,9 @@ E. M. Chayti and M. Jaggi, A New First-Order Meta-Learning Algorithm with Conver
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -15,7 +16,7 @@ from metanudge.engines.inner import NudgedOracle
 from metanudge.estimators.base import MetaGradient
 from metanudge.estimators.identity import add_partials, add_response, centre_shift, query_gradient
 from metanudge.estimators.stencils import STENCILS, StencilName
-from metanudge.params import Params, norm
+from metanudge.params import Params, norm, tiled
 from metanudge.problem import Nudge, Problem
 from metanudge.proximal import Custom, Diagonal
 from metanudge.solvers.base import LinearSolver, Solution, Solver, Trace, check_positive
@@ -30,7 +31,8 @@ class FOBMAML:
 
     Args:
         nu: ν, size of the nudge, 0.1 by default. The error is O(ν^order) from the stencil plus O(λδ/ν) from inner solves of precision
-            δ; in networks with ReLU or max-pooling, kinks make small ν worse (`check_gradient` shows it on your model).
+            δ; in networks with ReLU or max-pooling, kinks make small ν worse (`check_gradient` shows it on your model). `"auto"`: the
+            learner chooses, and chooses again every 50 meta-steps (`metanudge.tuning`); `Stats.nu` is the ν used.
         stencil: `"symmetric"` {−ν, ν}, error O(ν²); `"forward"` {0, ν}, O(ν); `"five-point"` {±ν, ±2ν}, O(ν⁴); `"tangent"`:
             differentiate the solver's steps in the scalar ν in forward mode: no ν, no truncation error, memory that does not grow
             with the steps; needs second derivatives, `GradientDescent` or `Nesterov`, and the stacked engine.
@@ -50,7 +52,7 @@ class FOBMAML:
         'forward'
     """
 
-    nu: float | None = None
+    nu: float | Literal["auto"] | None = None
     stencil: StencilName = "symmetric"
     nudge: Nudge = "loss"
     start: Start = "theta"
@@ -69,8 +71,8 @@ class FOBMAML:
                 )
         elif self.nu is None:
             object.__setattr__(self, "nu", DEFAULT_NU)
-        else:
-            check_positive(self.nu, "nu", "Start with 0.1; smaller values need more precise inner solves.")
+        elif self.nu != "auto":
+            _check_nu(self.nu)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -116,6 +118,7 @@ class FOBMAML:
         """Add −λ Σ_j c_j φ_{ν_j} / ν of a group of tasks."""
         before = inner.measure_query(None) if total.metrics else None
         total.record_query(before, None, tasks=inner.tasks)
+        assert self.nu != "auto", "a ν is chosen before"
         total.nu = self.nu
         if self.stencil == "tangent":
             self._accumulate_tangent(inner, solver, total)
@@ -123,7 +126,7 @@ class FOBMAML:
             self._accumulate_difference(inner, solver, total)
 
     def _accumulate_difference(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
-        assert self.nu is not None
+        assert isinstance(self.nu, (int, float))
         stencil = STENCILS[self.stencil]
         scale = self._scale(inner, solver)
         warm = self.start == "solution"
@@ -152,7 +155,7 @@ class FOBMAML:
                 offsets=offsets,
                 nudge=self.nudge,
                 force=force if self.nudge == "gradient" else None,
-                start=self._starts(inner, offsets, base, force),
+                start=self.starts(inner, offsets, base, force),
             )
             if not has_base:
                 share = len(part) / len(pairs)
@@ -175,13 +178,14 @@ class FOBMAML:
         total.check(inner.places, "query gradient", norm(force))
         return force
 
-    def _starts(self, inner: Inner, offsets: list[float], base: Params | None, force: Params | None) -> Params | None:
+    def starts(self, inner: Inner, offsets: list[float], base: Params | None, force: Params | None) -> Params | None:
+        """Where the solves nudged by `offsets` start, row by row; None for θ. `base` is φ_0 − θ, `force` ∇f(φ_0)."""
         if self.start == "solution":
             assert base is not None
-            return {n: torch.cat([leaf] * len(offsets)) for n, leaf in base.items()}
+            return tiled(base, [1.0] * len(offsets))
         if self.start == "shifted":
             assert force is not None
-            return {n: torch.cat([leaf * (-nu) for nu in offsets]) for n, leaf in centre_shift(inner, force).items()}
+            return tiled(centre_shift(inner, force), [-nu for nu in offsets])
         return None
 
     def _accumulate_tangent(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
@@ -252,3 +256,10 @@ def response(solver: LinearSolver, lam: torch.Tensor, strong_convexity: float | 
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"Unknown {what} {value!r}. Choose one of: {', '.join(choices)}.")
+
+
+def _check_nu(nu: Any) -> None:
+    if isinstance(nu, str):
+        hint = " Did you mean 'auto'?" if difflib.get_close_matches(nu.lower(), ["auto"]) else ""
+        raise ValueError(f'Unknown nu {nu!r}.{hint} Give a positive number, or "auto" to have it chosen.')
+    check_positive(nu, "nu", "Start with 0.1; smaller values need more precise inner solves.")

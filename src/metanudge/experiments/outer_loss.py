@@ -101,6 +101,8 @@ def draw(result: Result[Config]) -> list[Drawing]:
             one.plot(at, [s.median for s in spreads], **{**look, "markevery": 0.12, "markersize": 4.5})
             one.fill_between(at, [s.low for s in spreads], [s.high for s in spreads], color=look["color"], alpha=0.13, linewidth=0)
         one.set(yscale="log", xlabel="meta-iterations", ylabel="above the minimum", title=name)
+        one.set_ylim(bottom=max(1e-6, one.get_ylim()[0]))
+        one.xaxis.get_major_locator().set_params(integer=True)
     style.legend(axes[-1])
     return [Drawing(figure, alt=_alt(result))]
 

@@ -33,7 +33,7 @@ class Diagonal(Proximal):
         return self._smallest
 
     @cached_property
-    def _common(self) -> Tensor | None:
+    def common(self) -> Tensor | None:
         """The one λ of all parameters, where there is one."""
         first = next(iter(self.lam.values()))
         if first.ndim or any(value.ndim for value in self.lam.values()):
@@ -46,8 +46,8 @@ class Diagonal(Proximal):
 
     def add_force(self, g: Params, d: Params, theta: Params) -> None:
         """g += λ d."""
-        if isinstance(g, Flat) and isinstance(d, Flat) and self._common is not None:
-            g.matrix.addcmul_(d.matrix, self._common)
+        if isinstance(g, Flat) and isinstance(d, Flat) and self.common is not None:
+            g.matrix.addcmul_(d.matrix, self.common)
             return
         for name, leaf in g.items():
             leaf.addcmul_(d[name], self.lam[name])

@@ -51,8 +51,8 @@ class Oracle(Protocol):
 
 
 @runtime_checkable
-class DescendingOracle(Oracle, Protocol):
-    """An oracle that can step downhill while the gradient comes in, and never holds the whole of it."""
+class Descends(Protocol):
+    """What an oracle may offer besides: to step downhill while the gradient comes in, and never hold the whole of it."""
 
     def descend(self, d: Params, lr: float, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
         """d ← d − lr ∇g(d), in place; data losses and ‖∇g‖ at the old d, `(rows,)` each."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Flat, Params
-from metanudge.solvers.base import DescendingOracle, Oracle, Solution, Trace, check_count, check_positive, check_solver_options, iterate
+from metanudge.solvers.base import Descends, Oracle, Solution, Trace, check_count, check_positive, check_solver_options, iterate
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,8 @@ class GradientDescent:
 
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Minimise from `start` (default: d = 0)."""
-        if self.tol is None and isinstance(oracle, DescendingOracle):
-            return self._descend(oracle, start)
-        return iterate(self, oracle, start, self.tol)
-
-    def _descend(self, oracle: DescendingOracle, start: Params | None) -> Solution:
+        if self.tol is not None or not isinstance(oracle, Descends):
+            return iterate(self, oracle, start, self.tol)
         d = oracle.zeros() if start is None else start
         trace = Trace(oracle)
         for step in range(self.steps):

@@ -87,6 +87,7 @@ class CUDATrunk:
         self._between = torch.bfloat16 if precision == "bf16" else torch.float32
         self._first_precision = "tf32x3" if precision == "full" else "tf32"
         self._scaled = precision == "tf32"
+        self._zeros: dict[tuple[int, ...], Tensor] = {}
 
     def prepare(self, inputs: Tensor) -> _Prepared:
         """Channels last, and the moments of the first layer's patches."""
@@ -179,7 +180,7 @@ class CUDATrunk:
             CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PH=shape.pool[0], PW=shape.pool[1],
             BLOCK_F=_features(shape), BLOCK_Q=_window(shape), BLOCK_N=width, num_warps=4,
         )  # fmt: skip
-        return _found(block, dweight, dgamma, dbeta)
+        return self._found(block, dweight, dgamma, dbeta)
 
     def _later(self, shape: _Shape, x: Tensor, block: BlockWeights, dtype: torch.dtype) -> tuple[Tensor, _Kept]:
         weight, gamma, beta = _affine(block)
@@ -231,7 +232,17 @@ class CUDATrunk:
         if inputs:
             dx = kept.x.new_empty((rows, *kept.x.shape[1:]), dtype=self._between)
             self._convolve(shape, dz, kept.weight, dx, factor, back=True)
-        return dx, _found(block, dweight, dgamma, dbeta)
+        return dx, self._found(block, dweight, dgamma, dbeta)
+
+    def _found(self, block: BlockWeights, dweight: Tensor, dgamma: Tensor, dbeta: Tensor) -> tuple[Tensor | None, ...]:
+        """A block's gradients; the convolution's bias cancels in the normalisation."""
+        none: Tensor | None = None
+        if block.bias is not None:
+            shape = tuple(block.bias.shape)
+            none = self._zeros.get(shape)
+            if none is None:
+                none = self._zeros[shape] = block.bias.new_zeros(shape)
+        return dweight, none, None if block.gamma is None else dgamma, None if block.beta is None else dbeta
 
     def _packed(self, shape: _Shape, weight: Tensor) -> Tensor:
         packed = weight.new_empty((weight.shape[0], shape.taps, shape.co, shape.ci), dtype=self._factors)
@@ -310,16 +321,6 @@ def _affine(block: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
     beta = block.weight.new_zeros(shape) if block.beta is None else block.beta
     weight, gamma, beta = (leaf if leaf[0].is_contiguous() else leaf.contiguous() for leaf in (block.weight, gamma, beta))
     return weight, gamma, beta
-
-
-def _found(block: BlockWeights, dweight: Tensor, dgamma: Tensor, dbeta: Tensor) -> tuple[Tensor | None, ...]:
-    """A block's gradients; the convolution's bias cancels in the normalisation."""
-    return (
-        dweight,
-        None if block.bias is None else block.bias.new_zeros(block.bias.shape),
-        None if block.gamma is None else dgamma,
-        None if block.beta is None else dbeta,
-    )
 
 
 def _moments(images: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:

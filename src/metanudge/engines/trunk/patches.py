@@ -34,6 +34,9 @@ class Patches:
     covariance: Tensor  # (tasks, in_channels × kernel, in_channels × kernel), float64
     shape: tuple[int, ...]  # (examples, *pooled)
 
+    def __getitem__(self, tasks: slice) -> Patches:
+        return Patches(self.windows[:, tasks], self.covariance[tasks], self.shape)
+
 
 @dataclass
 class Kept:

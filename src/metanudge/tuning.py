@@ -1,0 +1,329 @@
+"""ν, the size of the nudge: a rule of thumb, and a ν that chooses itself.
+
+A difference of solutions has two errors. The stencil's own shrinks with ν (as ν² for the symmetric one); whatever makes φ_ν jump grows
+as ν shrinks, because it is divided by ν: rounding, solves that stop at different steps, kinks of ReLU and max-pooling. Bounds such
+as the paper's λδ/ν say little about the second, since most of δ is common to both ends of a difference and cancels. It can be seen,
+though: on a ladder ν_0 > ν_1 > … neighbouring estimates disagree by about the larger of the two errors, and so disagree least where
+their sum is least.
+
+    d_j = ‖g(ν_j) − g(ν_{j+1})‖ / min(‖g(ν_j)‖, ‖g(ν_{j+1})‖)
+
+The smaller norm in the denominator tells a plateau from large ν that move φ as far as it will go, where g falls as 1/ν: there d_j is
+never below ν_j/ν_{j+1} − 1. Everything is relative to what the nudge does to φ, so λ and the scale of the losses need no thought.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from metanudge.engines import Cost, Engine, Inner
+from metanudge.estimators.base import Estimator, check
+from metanudge.estimators.fobmaml import FOBMAML
+from metanudge.estimators.stencils import STENCILS
+from metanudge.params import Params
+from metanudge.problem import Problem
+from metanudge.solvers.base import Solver, check_count, check_positive
+from metanudge.task import TaskBatch
+
+LADDER = tuple(10 ** (-half / 2) for half in range(7))
+"""The ν that are tried: 1, 0.32, 0.1, …, 0.001."""
+
+_FEW, _MANY = 10, 50
+_LEAST, _MOST = 1e-16, 1e6
+
+
+def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
+    """ν for a number of inner steps K, by the paper's "Step-Aware" rule (appendix, Empirical Analysis of Hyperparameter Sensitivity).
+
+    Coarse adaptation, K ≤ 10: ν in [0.1, 0.5], "to ensure the meta-gradient signal is not lost to solver noise". High-precision
+    adaptation, K ≥ 50: ν of 0.01 or 0.001. The paper says nothing about what lies between; here log ν falls linearly with log K.
+
+    The rule comes from smooth quadratic problems. With ReLU or max-pooling more steps do not make a small ν safe: use `nu="auto"`.
+
+    Args:
+        steps: K.
+        coarse: ν up to 10 steps.
+        fine: ν from 50 steps on.
+
+    Example:
+        >>> [round(step_aware(steps), 3) for steps in (1, 10, 20, 50, 100)]
+        [0.1, 0.1, 0.037, 0.01, 0.01]
+    """
+    check_count(steps, "steps", "It is the number of inner steps K.")
+    check_positive(coarse, "coarse", "The paper's range is 0.1 to 0.5.")
+    check_positive(fine, "fine", "The paper names 0.01 and 0.001.")
+    share = math.log(min(max(steps, _FEW), _MANY) / _FEW) / math.log(_MANY / _FEW)
+    return coarse * (fine / coarse) ** share
+
+
+@dataclass(frozen=True)
+class NuEstimate:
+    """What a look at the ladder found.
+
+    Attributes:
+        nu: where neighbouring estimates agree best; the rule of thumb where none agree at all.
+        error: their relative disagreement there, about the error of a meta-gradient at this ν; above 1 no ν gives a gradient that can be
+            trusted, and infinite where no two solves were finite.
+        nus: the ladder.
+        disagreement: between each ν of the ladder and the next.
+        tasks: on how many tasks.
+        gradients: support and query gradients that it took, all tasks together.
+    """
+
+    nu: float
+    error: float
+    nus: tuple[float, ...]
+    disagreement: tuple[float, ...]
+    tasks: int
+    gradients: int
+
+    @property
+    def trustworthy(self) -> bool:
+        """Whether some ν gives a meta-gradient that is larger than its error."""
+        return self.error < 1
+
+    def __str__(self) -> str:
+        return f"ν {self.nu:.3g}, relative error of the difference about {self.error:.2g}"
+
+
+def estimate_nu(
+    problem: Problem,
+    tasks: TaskBatch,
+    *,
+    estimator: FOBMAML,
+    solver: Solver,
+    engine: Engine,
+    seed: int = 0,
+    first: int = 0,
+    nus: Sequence[float] = LADDER,
+    rungs_at_once: int = 1,
+) -> NuEstimate:
+    """The ν at which the estimator's error on these tasks is about the least.
+
+    Args:
+        estimator: stencil, nudge and start; its own ν does not matter.
+        seed, first: as in `meta_gradient`.
+        nus: the ladder, from large to small; three or more.
+        rungs_at_once: how many of them the stacked engine solves side by side.
+
+    Cost: that of a meta-gradient of these tasks for every ν of the ladder (less for estimators that begin with an un-nudged solve).
+    Memory: one copy of the parameters more than a meta-gradient, in place.
+    """
+    if len(nus) < 3 or any(a <= b for a, b in pairwise(nus)) or nus[-1] <= 0:
+        raise ValueError(f"nus must be three or more positive numbers from large to small, got {tuple(nus)!r}.")
+    check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
+    at_once = rungs_at_once if engine.name == "stacked" else 1
+    cost, found = Cost(), _Disagreement()
+    with engine.session(problem, tasks, width=at_once * estimator.width, seed=seed, cost=cost, first=first) as groups:
+        inners = list(groups)
+        for begin in range(0, len(nus), at_once):
+            for motion in _motions(estimator, inners, solver, nus[begin : begin + at_once]):
+                found.see(motion)
+    disagreement = found.values()
+    gradients = cost.support_gradients + cost.query_gradients
+    nu, error = best_nu(nus, disagreement)
+    fallback = step_aware(solver.steps)
+    return NuEstimate(fallback if nu is None else nu, error, tuple(nus), disagreement, len(tasks), gradients)
+
+
+def best_nu(nus: Sequence[float], disagreement: Sequence[float]) -> tuple[float | None, float]:
+    """ν from the disagreements of neighbours on a ladder, and the least of them; None where none is finite.
+
+    Between the two neighbours that agree best; where these are the last (or the first) two, the disagreement still falls towards smaller
+    (larger) ν, and it is the last (first) itself.
+
+    Example:
+        >>> best_nu([1.0, 0.1, 0.01, 0.001], [0.5, 0.005, 0.00005])  # smooth: the smaller the better
+        (0.001, 5e-05)
+        >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [3.0, 0.2, 0.6])  # kinks
+        (0.125, 0.2)
+    """
+    least = min(disagreement)
+    if not math.isfinite(least):
+        return None, math.inf
+    place = list(disagreement).index(least)
+    if place == len(disagreement) - 1:
+        return nus[-1], least
+    if place == 0:
+        return nus[0], least
+    return math.sqrt(nus[place] * nus[place + 1]), least
+
+
+class _Disagreement:
+    """Compares each vector with the one before; keeps one of them."""
+
+    def __init__(self) -> None:
+        self._before: Params | None = None
+        self._norm: Tensor | None = None
+        self._found: list[Tensor] = []
+
+    def see(self, motion: Params) -> None:
+        size = _size(motion)
+        if self._before is not None:
+            assert self._norm is not None
+            apart = _size({n: leaf - self._before[n] for n, leaf in motion.items()})
+            self._found.append(apart / torch.minimum(size, self._norm))
+        self._before, self._norm = motion, size
+
+    def values(self) -> tuple[float, ...]:
+        return tuple(value if math.isfinite(value) else math.inf for value in torch.stack(self._found).tolist())
+
+
+def _size(motion: Params) -> Tensor:
+    norms = [torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in motion.values()]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: Sequence[float]) -> list[Params]:
+    """dφ/dν by the estimator's stencil at each ν, summed over all tasks."""
+    stencil = STENCILS[estimator.stencil]
+    problem = inners[0].problem
+    dtypes = problem.theta_dtypes
+    motions = [{n: torch.zeros_like(p, dtype=dtypes[n]) for n, p in problem.theta.items()} for _ in nus]
+    terms = list(zip(stencil.offsets, stencil.coefficients, strict=True))
+    solves = [(rung, offset * nu, c / nu) for rung, nu in enumerate(nus) for offset, c in terms]
+    for inner in inners:
+        base: Params | None = None
+        force: Params | None = None
+        if estimator.nudge == "gradient" or estimator.start != "theta" or stencil.base:
+            base = inner.solve(solver).displacement
+        if base is not None and (estimator.nudge == "gradient" or estimator.start == "shifted"):
+            force = inner.query_gradient(base)
+        if base is not None and stencil.base:
+            warm = {n: leaf.clone() for n, leaf in base.items()} if estimator.start == "solution" else None
+            still = inner.solve(solver, start=warm).displacement if warm is not None else base
+            for rung, nu in enumerate(nus):
+                _add(motions[rung], still, stencil.base / nu)
+        for begin in range(0, len(solves), inner.nudges_at_once):
+            part = solves[begin : begin + inner.nudges_at_once]
+            offsets = [offset for _, offset, _ in part]
+            pull = force if estimator.nudge == "gradient" else None
+            start = estimator.starts(inner, offsets, base, force)
+            d = inner.solve(solver, offsets=offsets, nudge=estimator.nudge, force=pull, start=start).displacement
+            for place, (rung, _, weight) in enumerate(part):
+                rows = slice(place * inner.tasks, (place + 1) * inner.tasks)
+                _add(motions[rung], {n: leaf[rows] for n, leaf in d.items()}, weight)
+    return motions
+
+
+def _add(motion: Params, rows: Params, weight: float) -> None:
+    with torch.no_grad():
+        for name, leaf in motion.items():
+            leaf.add_(rows[name][0] if rows[name].shape[0] == 1 else rows[name].sum(0), alpha=weight)
+
+
+class NuTuner:
+    """Keeps the ν of a learner whose estimator says `nu="auto"`: chooses it at the first meta-step and again every so many.
+
+    What was found before counts half, and half again with every new look: a look is at a few tasks only, and θ moves slowly.
+
+    Args:
+        every: meta-steps between two looks, more where `share` asks for it.
+        share: what all looks together may cost, as a share of the meta-gradients' own gradient evaluations.
+        most_tasks: on how many tasks of a meta-batch at most.
+
+    Attributes:
+        nu: the present choice; None before the first look.
+        last: what the last look found by itself; None before the first, and after `load_state_dict`.
+        gradients: support and query gradients of all looks.
+    """
+
+    def __init__(self, *, every: int = 50, share: float = 0.04, most_tasks: int = 4) -> None:
+        check_count(every, "every", "It is the number of meta-steps between two looks; 50 is usual.")
+        check_positive(share, "share", "It is a share of the training's cost; 0.04 is usual.")
+        check_count(most_tasks, "most_tasks", "4 are usual.")
+        self.every, self.share, self.most_tasks = every, share, most_tasks
+        self.nu: float | None = None
+        self.last: NuEstimate | None = None
+        self.gradients = 0
+        self._age = 0
+        self._disagreement: list[float] | None = None
+        self._made_for: tuple[Any, ...] | None = None
+
+    def tasks(self, count: int) -> int:
+        """On how many tasks of a meta-batch of `count` a look is taken: the first so many."""
+        affordable = int(self.share * self.every * count / len(LADDER))
+        return max(1, min(count, self.most_tasks, affordable))
+
+    def interval(self, count: int) -> int:
+        """Meta-steps between two looks for meta-batches of `count` tasks.
+
+        Example:
+            >>> tuner = NuTuner()
+            >>> [(count, tuner.tasks(count), tuner.interval(count)) for count in (1, 4, 16, 64)]
+            [(1, 1, 175), (4, 1, 50), (16, 4, 50), (64, 4, 50)]
+        """
+        return max(self.every, math.ceil(len(LADDER) * self.tasks(count) / (self.share * count)))
+
+    def settled(
+        self, estimator: Estimator, problem: Problem, tasks: TaskBatch, *, solver: Solver, engine: Engine, seed: int, first: int
+    ) -> Estimator:
+        """The estimator with the ν to use now, after a look at the first few of the tasks where it is time for one."""
+        if not is_automatic(estimator):
+            return estimator
+        stale = self._made_for is not None and self._made_for != (estimator, solver)
+        if self.nu is None or stale or self._age >= self.interval(len(tasks)):
+            few = self.tasks(len(tasks))
+            some = tasks if few == len(tasks) else tasks[:few]
+            # No more solves side by side than the meta-gradient itself makes.
+            self.look(estimator, problem, some, solver=solver, engine=engine, seed=seed, first=first, rungs_at_once=len(tasks) // few)
+        self._made_for = (estimator, solver)
+        return replace(estimator, nu=self.nu)
+
+    def look(
+        self,
+        estimator: FOBMAML,
+        problem: Problem,
+        tasks: TaskBatch,
+        *,
+        solver: Solver,
+        engine: Engine,
+        seed: int,
+        first: int = 0,
+        rungs_at_once: int = 1,
+    ) -> NuEstimate:
+        """Choose ν anew on these tasks."""
+        options: dict[str, Any] = {"seed": seed, "first": first, "rungs_at_once": rungs_at_once}
+        found = estimate_nu(problem, tasks, estimator=estimator, solver=solver, engine=engine, **options)
+        if self._made_for is not None and self._made_for != (estimator, solver):
+            self._disagreement = None  # what was found for another estimator says nothing about this one
+        before = self._disagreement
+        both = found.disagreement if before is None else map(_mean, before, found.disagreement)
+        self._disagreement = list(both)
+        nu, _ = best_nu(found.nus, self._disagreement)
+        self.nu = nu if nu is not None else self.nu if self.nu is not None else found.nu
+        self.last, self._age, self._made_for = found, 0, (estimator, solver)
+        self.gradients += found.gradients
+        return found
+
+    def count(self) -> None:
+        """A meta-gradient was made with the present ν."""
+        self._age += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on the same way."""
+        return {"nu": self.nu, "age": self._age, "disagreement": self._disagreement, "gradients": self.gradients}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`'s result."""
+        self.nu, self._age, self._disagreement, self.gradients = (state[k] for k in ("nu", "age", "disagreement", "gradients"))
+        self.last, self._made_for = None, None
+
+
+def _mean(a: float, b: float) -> float:
+    """The geometric mean of two disagreements, of which one may be infinite."""
+    if math.isinf(a) and math.isinf(b):
+        return math.inf
+    return math.sqrt(min(max(a, _LEAST), _MOST) * min(max(b, _LEAST), _MOST))
+
+
+def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML]:
+    """Whether an estimator leaves the choice of ν to a tuner."""
+    return isinstance(estimator, FOBMAML) and estimator.nu == "auto"
