@@ -53,22 +53,22 @@ def learn(loss: Loss, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Te
     def outer(x: Tensor, phi: Tensor) -> Tensor:
         return loss(validation[0] @ phi, validation[1])
 
-    x, solver = x.clone(), mn.LBFGS(tol=1e-7)
-    optimizer = torch.optim.Adam([x], lr=0.3)
+    x, solver, estimator = x.clone(), mn.LBFGS(tol=1e-6), mn.FOBMAML(nu=1e-2, nudge="gradient", start="solution")
+    optimizer = torch.optim.Adam([x], lr=0.4)
     phi = torch.zeros(train[0].shape[1], dtype=torch.float64)
     for _ in range(steps):
-        result = mn.hypergradient(inner, outer, x, phi, solver=solver)
+        result = mn.hypergradient(inner, outer, x, phi, solver=solver, estimator=estimator)
         x.grad, phi = result.gradient, result.phi  # the next solve starts where this one ended
         optimizer.step()
-    return x, mn.hypergradient(inner, outer, x, phi, solver=solver).phi
+    return x, mn.hypergradient(inner, outer, x, phi, solver=solver, estimator=estimator).phi
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, str | float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--features", type=int, default=30, help=f"{INFORMATIVE} of them informative; default 30")
-    parser.add_argument("--train", type=int, default=40, help="training examples; default 40")
-    parser.add_argument("--validation", type=int, default=100, help="validation examples; default 100")
-    parser.add_argument("--steps", type=int, default=40, help="outer steps; default 40")
+    parser.add_argument("--features", type=int, default=20, help=f"{INFORMATIVE} of them informative; default 20")
+    parser.add_argument("--train", type=int, default=30, help="training examples; default 30")
+    parser.add_argument("--validation", type=int, default=200, help="validation examples; default 200")
+    parser.add_argument("--steps", type=int, default=25, help="outer steps; default 25")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
 
@@ -101,9 +101,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, str | float]]:
         table.add_row(*(value if isinstance(value, str) else f"{value:.3g}" for value in row.values()))
     console = Console()
     console.print(table)
-    console.print(
-        "validation, test: mean losses; informative, noise: geometric mean of the penalties on the features that carry information, and on those that do not"
-    )
+    console.print("validation, test: mean losses. informative, noise: geometric mean of the penalties on features")
+    console.print("that carry information, and on those that do not.")
     return rows
 
 

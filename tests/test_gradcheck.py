@@ -90,3 +90,26 @@ def test_says_when_the_inner_loop_diverges(tasks):
     report = mn.check_gradient(learner, tasks, estimators=[mn.FOMAML()])
     assert report.residual_growth > 1
     assert "smaller lr or a larger lam" in str(report)
+
+
+def test_learned_stiffness_and_shared_layers_are_part_of_the_comparison(learner, tasks):
+    """With converged solves, what is learned besides θ counts as well; estimators that cannot learn it are noted."""
+    own = mn.MetaLearner(
+        learner.model, learner.loss, lam=2.0, learn_lam="tensor", adapt="2.*", solver=mn.GradientDescent(lr=0.3, steps=60)
+    )
+    report = mn.check_gradient(own, tasks, estimators=[mn.FOBMAML(stencil="tangent"), mn.FOBMAML(nu=1e-2), mn.FOMAML()], nus=[])
+    assert report.parameters == sum(p.numel() for p in own.parameters())
+    tangent, difference = report.rows
+    assert tangent.error_implicit < 1e-8
+    assert difference.error_implicit < 1e-3
+    assert report.agreement == pytest.approx(1, abs=1e-9)
+    assert any("FOMAML: FOMAML has no gradient for the stiffness" in note for note in report.notes)
+
+
+def test_regularisers_are_compared_in_double_precision(learner, tasks):
+    def regulariser(phi, theta):
+        return sum((phi[n] - theta[n]).square().sum() + (phi[n] - theta[n]).pow(4).sum() for n in phi)
+
+    own = mn.MetaLearner(learner.model, learner.loss, regulariser=regulariser, solver=mn.GradientDescent(lr=0.2, steps=80))
+    (row,) = mn.check_gradient(own, tasks, estimators=[mn.FOBMAML(stencil="tangent")]).rows
+    assert row.error_implicit < 1e-8

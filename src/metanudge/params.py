@@ -70,9 +70,11 @@ def add_scaled(a: Params, scale: Tensor, b: Params) -> Params:
 
 def tiled(a: Params, factors: Sequence[float]) -> Params:
     """All rows of `a` times the first factor, then all times the second, and so on."""
-    if isinstance(a, Flat):
-        return a.like(torch.cat([a.matrix * factor for factor in factors]))
-    return {name: torch.cat([leaf * factor for factor in factors]) for name, leaf in a.items()}
+
+    def tile(leaf: Tensor) -> Tensor:
+        return leaf * factors[0] if len(factors) == 1 else torch.cat([leaf * factor for factor in factors])
+
+    return a.like(tile(a.matrix)) if isinstance(a, Flat) else {name: tile(leaf) for name, leaf in a.items()}
 
 
 def select(mask: Tensor, new: Params, old: Params) -> Params:

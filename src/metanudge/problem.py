@@ -16,6 +16,7 @@ import fnmatch
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -168,6 +169,11 @@ class Problem:
     def theta_dtypes(self) -> dict[str, torch.dtype]:
         """Dtype in which displacements are kept: the parameter's own, float32 at least."""
         return {n: torch.promote_types(p.dtype, torch.float32) for n, p in self.parameters.items()}
+
+    @cached_property
+    def modules(self) -> list[nn.Module]:
+        """The model and all its parts."""
+        return list(self.objective.model.modules())
 
     @property
     def lam(self) -> Params:

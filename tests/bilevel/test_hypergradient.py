@@ -30,7 +30,7 @@ def descent(problem: Known, steps: int) -> mn.GradientDescent:
 
 @pytest.mark.parametrize(("nudge", "start"), [("loss", "theta"), ("gradient", "theta"), ("loss", "solution"), ("gradient", "solution")])
 @pytest.mark.parametrize(("stencil", "nu"), [("forward", 1e-6), ("symmetric", 3e-4), ("five-point", 3e-3)])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if "one" in name or "depends" in name])
 def test_differences_match_the_closed_form(name, stencil, nu, start, nudge):
     problem = PROBLEMS[name]
     result = hypergradient(problem, mn.FOBMAML(nu=nu, stencil=stencil, nudge=nudge, start=start))

@@ -39,9 +39,7 @@ def whole(tree) -> torch.Tensor:
     ],
     ids=["tensor", "dict", "list", "nested", "named tuple", "constants"],
 )
-@pytest.mark.parametrize(
-    "estimator", [mn.FOBMAML(nu=3e-4), mn.Exact(), mn.MAML(), mn.FOBMAML(stencil="tangent")], ids=lambda e: type(e).__name__
-)
+@pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=3e-4), mn.Exact(), mn.MAML()], ids=lambda e: type(e).__name__)
 def test_any_structure(pack, estimator):
     problem = ridge(direct=True)
 
@@ -57,7 +55,7 @@ def test_any_structure(pack, estimator):
         return problem.outer(plain(x), plain(phi))
 
     x, init = pack(problem.x), pack(problem.init)
-    solver = mn.GradientDescent(lr=0.4, steps=120) if isinstance(estimator, (mn.MAML, mn.FOBMAML)) else mn.LBFGS()
+    solver = mn.GradientDescent(lr=0.4, steps=80) if isinstance(estimator, (mn.MAML, mn.FOBMAML)) else mn.LBFGS()
     result = mn.hypergradient(inner, outer, x, init, solver=solver, estimator=estimator)
     assert relative_error(whole(result.gradient), problem.truth) < 1e-6
     torch.testing.assert_close(plain(result.phi), problem.solution)

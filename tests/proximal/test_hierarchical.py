@@ -1,7 +1,7 @@
 """Learned stiffness finds the best one: for hierarchical Gaussian tasks it is known.
 
-y = Xw_i + σε with w_i ~ N(w̄, τ²I). The posterior mean of w_i given n examples minimises (1/n)‖y − Xw‖² + ½λ‖w − w̄‖² with λ = 2σ²/(nτ²), and
-no other estimate has a smaller expected squared error on new examples: the best meta-parameters are θ = w̄ and this λ.
+y = Xw_i + σε with w_i ~ N(w̄, τ²I). The posterior mean of w_i given n examples minimises (1/n)‖y − Xw‖² + ½λ‖w − w̄‖² with
+λ = 2σ²/(nτ²), and no other estimate has a smaller expected squared error on new examples: the best meta-parameters are θ = w̄ and this λ.
 """
 
 from __future__ import annotations

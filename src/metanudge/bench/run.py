@@ -58,24 +58,24 @@ def _measure(
     elif config.scaling:
         yield f"{case.name}-scaling", scale(case, contenders, config, device, progress)
     else:
+        first = _first_steps(case, contenders, config, device, progress) if config.first_step else {}
         result = compare(case, contenders, config, device, progress)
-        own = next((row["name"] for row in result["rows"] if row["package"] == "metanudge"), None)
-        if config.first_step and own is not None:
-            progress.note(f"{case.name}: first meta-step of a fresh process")
-            try:
-                result["first_step"] = first_steps(
-                    own, case.name, device=str(device), precision=config.precision, quick=config.quick, threads=config.threads
-                )
-            except RuntimeError as error:
-                row = {
-                    "name": own,
-                    "label": "The first meta-step of a fresh process",
-                    "package": "metanudge",
-                    "method": "",
-                    "error": str(error),
-                }
-                result["failed"].append(row)
-        yield case.name, result
+        result["failed"] += first.pop("failed", [])
+        yield case.name, {**result, **first}
+
+
+def _first_steps(case: Case, contenders: list[Contender], config: BenchConfig, device: torch.device, progress: Progress) -> Result:
+    """Of the first contender that is ours; as an entry of the result, or of its failures."""
+    own = next((c for c in contenders if c.ours), None)
+    if own is None:
+        return {}
+    progress.note(f"{case.name}: first meta-step of a fresh process")
+    options: Any = {"device": str(device), "precision": config.precision, "quick": config.quick, "threads": config.threads}
+    try:
+        return {"first_step": first_steps(own.name, case.name, **options)}
+    except RuntimeError as error:
+        label = "The first meta-step of a fresh process"
+        return {"failed": [{"name": own.name, "label": label, "package": "metanudge", "method": "", "error": str(error)}]}
 
 
 def show(result: Result) -> list[tables.Table]:

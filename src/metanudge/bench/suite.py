@@ -172,7 +172,7 @@ def _load() -> list[float] | None:
 
 
 def _openmp() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "KMP_", "MKL_"))}
+    return {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))}
 
 
 def _json(value: Any) -> Any:

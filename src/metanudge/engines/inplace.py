@@ -1,9 +1,10 @@
 """The in-place engine: the user's own module, parameters overwritten, plain `loss.backward()`.
 
 Whatever trains with `loss.backward()` runs here: cuDNN recurrent nets, flash attention, compiled modules, checkpointing. Tasks and
-nudges are solved one after the other, so the memory is that of one training step (one that adds up two gradients, support and query,
-for the loss nudge), whatever their number and the number of steps, plus copies of the trainable parameters: θ, the displacement d and
-the accumulating meta-gradient (and ∇f(φ_0) for the gradient nudge, the un-nudged solution where solves start there).
+nudges are solved one after the other, so the memory is that of one training step, whatever their number and the number of steps, plus
+copies of the trainable parameters: θ, the displacement d and the accumulating meta-gradient (and ∇f(φ_0) for the gradient nudge, the
+un-nudged solution where solves start there). Gradient descent takes gradients up as autograd makes them (`Descent`); with a tolerance,
+and with other solvers, a step holds a whole gradient, for the loss nudge one that adds up two.
 
 Afterwards, also when the loss raises in the middle of a solve, parameters, buffers, `.grad` and the global random state are as
 they were. Hooks registered on parameters see the inner gradients.

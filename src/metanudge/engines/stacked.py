@@ -95,8 +95,8 @@ class StackedInner(Inner):
         """Zero displacements; of a chain in one matrix."""
         if self._chain is None:
             return super().zeros(rows)
-        matrix = torch.zeros(rows, self._flat_theta.numel(), dtype=next(iter(self.problem.theta_dtypes.values())), device=self.problem.device)
-        return Flat(matrix, self._shapes)
+        dtype = next(iter(self.problem.theta_dtypes.values()))
+        return Flat(torch.zeros(rows, self._flat_theta.numel(), dtype=dtype, device=self.problem.device), self._shapes)
 
     def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
         """Where kernels for it exist, oracles that descend in one pass over memory."""
@@ -330,14 +330,14 @@ class StackedInner(Inner):
 
     def _chain_gradient(self, d: Params, parts: list[tuple[Batch, str, Tensor | None]], step: int) -> tuple[Tensor, Flat]:
         """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of their sum has every row's."""
-        phi = self._moved(d)
+        phi, judge = self._moved(d), self.problem.objective.judge_loss
         total: Tensor | None = None
         gradient: Tensor | None = None
         for batch, which, weight in parts:
             losses, pieces = [], []
             for rows, data, targets in self._portions(batch, which, _rows(d)):
                 leaves = [leaf[rows].detach().requires_grad_() for leaf in phi.values()]
-                value = self._chain_losses(dict(zip(phi, leaves, strict=True)), data, targets, step, which, self.problem.objective.judge_loss)
+                value = self._chain_losses(dict(zip(phi, leaves, strict=True)), data, targets, step, which, judge)
                 value = value if weight is None else value * weight[rows]
                 g = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
                 losses.append(value.detach())
@@ -346,7 +346,8 @@ class StackedInner(Inner):
             matrix = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
             total = value if total is None else total + value
             gradient = matrix if gradient is None else gradient.add_(matrix)
-        assert total is not None and gradient is not None
+        assert total is not None
+        assert gradient is not None
         return total, Flat(gradient.to(next(iter(d.values())).dtype), self._shapes)
 
     def _chain_losses(self, phi: Params, data: Data, targets: Tensor, step: int, which: str, judge: Callable[..., Any]) -> Any:

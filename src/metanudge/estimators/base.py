@@ -312,9 +312,9 @@ def _repeats_itself(problem: Problem, solver: Solver, estimator: Estimator, engi
 
 def _addresses(problem: Problem) -> Hashable:
     """Where the meta-parameters and buffers lie (the stiffness belongs to the problem), and the modes of the model's parts."""
-    model = problem.objective.model
     parameters = [leaf.data_ptr() for leaf in problem.meta_parameters.values()]
-    return problem, *parameters, *[leaf.data_ptr() for leaf in model.buffers()], *[module.training for module in model.modules()]
+    buffers = [leaf.data_ptr() for module in problem.modules for leaf in module._buffers.values() if leaf is not None]
+    return problem, *parameters, *buffers, *[module.training for module in problem.modules]
 
 
 def _shapes(tasks: TaskBatch) -> Hashable:

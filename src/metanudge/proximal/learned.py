@@ -53,7 +53,7 @@ class LogStiffness(nn.Module):
                     f'lam[{name!r}] has one value per parameter, but learn_lam="tensor" learns one per tensor. Use '
                     'learn_lam="parameter", or start from numbers.'
                 )
-            rho = value.log() if per == "tensor" else value.log().expand(parameters[name].shape).clone()
+            rho = value.log() if per == "tensor" else torch.ones_like(parameters[name], dtype=value.dtype) * value.log()
             _register(self, name, nn.Parameter(rho))
 
 
@@ -123,7 +123,7 @@ def _keys(log_lam: LogStiffness, parameters: Mapping[str, Tensor]) -> dict[str, 
     missing = [name for name in parameters if name not in known]
     if missing:
         raise ValueError(
-            f"No stiffness is learned for {', '.join(missing)}: other parameters adapted when the learner was made. Make a new MetaLearner."
+            f"No stiffness is learned for {', '.join(missing)}, which did not adapt when the learner was made. Make a new MetaLearner."
         )
     return {name: name for name in parameters}
 

@@ -22,7 +22,8 @@ class GradientDescent:
         batch_size: support examples drawn (without replacement) for each step; default all. The draw depends on the seed, the
             task and the step only, so all solves of one stencil see the same data order.
 
-    Cost: `steps` gradients of the inner objective; memory of one of them.
+    Cost: `steps` gradients of the inner objective; memory of one of them. In place and without `tol` only of the layer that autograd is
+    at; the residual of two losses (loss nudge) is then exact up to the rounding of φ, divided by α.
 
     Example:
         >>> GradientDescent(lr=0.1, steps=5)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from metanudge.estimators import NonFiniteError, Stats
 from metanudge.learner import MetaLearner
 from metanudge.optim import global_norm
@@ -72,8 +70,7 @@ def _reduced(own: Own, group: Group, learner: MetaLearner, tasks: int) -> Combin
     for number in CODES:
         sums[f"signal {number}"] = float(own.signal == number)
     if not gradient:
-        problem = learner.problem()
-        gradient = {n: torch.zeros_like(p, dtype=problem.theta_dtypes[n]) for n, p in problem.parameters.items()}
+        gradient = learner.problem().zero_gradient()
     gradient, sums = group.reduce(gradient, sums, share)
     signals = [number for number in CODES if sums[f"signal {number}"]]
     signal = signals[0] if signals else None

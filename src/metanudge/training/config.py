@@ -19,6 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["fp32", "tf32", "bf16"]
 Dtype = Literal["float32", "float64"]
 Engine = Literal["auto", "stacked", "inplace"]
+LearnLam = Literal["none", "scalar", "tensor", "parameter"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ class TrainConfig:
 
     lam: float = 2.0
     """Stiffness λ of the proximal term that ties a task's parameters to the initialisation."""
+
+    learn_lam: LearnLam = "none"
+    """Meta-learn λ from --lam on: one for all parameters (scalar), one per tensor, or one per parameter. none: it stays fixed."""
+
+    lam_lr: float | None = None
+    """Learning rate of log λ, where it is learned. None: the optimizer's."""
+
+    adapt: str = "*"
+    """Which parameters adapt to a task, as a pattern of their names or several with commas (head.*); the others are meta-learned only."""
 
     solver: str = "gradient_descent:lr=0.1,steps=5"
     """How a task is adapted to: gradient_descent, nesterov, lbfgs, newton_cg, or torch_optimizer:optimizer=adam,lr=0.01,steps=5."""
@@ -123,14 +133,28 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{flag(name)} {value} is too small. Use {least} or more.")
-        for name, why in (("lam", "It ties a task to the initialisation; the paper uses 2."), ("clip", "It is a norm.")):
+        positive = (
+            ("lam", "It ties a task to the initialisation; the paper uses 2."),
+            ("lam_lr", "It is a learning rate."),
+            ("clip", "It is a norm."),
+        )
+        for name, why in positive:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{flag(name)} {value} is not a positive number. {why}")
+        if self.lam_lr is not None and self.learn_lam == "none":
+            raise UserError(f"--lam-lr {self.lam_lr} was given, but λ is not learned. Add --learn-lam tensor, or leave --lam-lr out.")
+        if not self.patterns:
+            raise UserError(f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of names such as 'head.*'.")
         if not self.seed < 1 << 63:
             raise UserError(f"{flag('seed')} {self.seed} is too large. Use a number below 2**63.")
         if self.precision != "fp32" and self.dtype == "float64":
             raise UserError(f"--precision {self.precision} and --dtype float64 contradict each other. Leave one of them out.")
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of `adapt`, one by one."""
+        return [pattern.strip() for pattern in self.adapt.split(",") if pattern.strip()]
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""

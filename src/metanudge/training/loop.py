@@ -32,8 +32,9 @@ from metanudge.training.memory import OutOfMemory, halving
 from metanudge.training.metrics import MetricsLog, Sink, Timing, open_sinks
 from metanudge.training.plan import Plan
 from metanudge.training.progress import Reporter, memory_used
-from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING, DataShapes, choose_device, load_weights
+from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING, DataShapes, choose_device, load_weights, weights_of
 from metanudge.training.signals import CODES, StopRequest
+from metanudge.training.stiffness import stiffness
 from metanudge.training.summary import Outcome, facts, result_table, tested, write_summary
 
 T = TypeVar("T")
@@ -96,11 +97,13 @@ class Trainer:
         began = time.monotonic()
         gradient, values, stopped = self._gradient()
         self._set_lr()
-        for name, parameter in self.learner.problem().parameters.items():
-            parameter.grad = gradient[name].to(parameter.dtype)
+        for name, parameter in self.learner.problem().meta_parameters.items():
+            parameter.grad = gradient[name].to(parameter)
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.learner.parameters(), self.config.clip)
         values["lr"] = float(self.optimizer.param_groups[0]["lr"])
+        if self._measured:
+            values |= stiffness(self.learner)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -244,7 +247,8 @@ class Trainer:
             "chunk": self.learner.chunk,
             "metrics_size": self._log.size,
         }
-        self.store.save(self.step, {"model": self.learner.model.state_dict()}, state, best=best)
+        weights = {part: module.state_dict() for part, module in weights_of(self.learner).items()}
+        self.store.save(self.step, weights, state, best=best)
         self.saved_step = self.step
 
     # The end
@@ -259,7 +263,7 @@ class Trainer:
         if self.group.leads:
             outcome = Outcome(step=self.step, best=self.best, test=test, seconds=time.monotonic() - self._began, resumed=self._resumed)
             write_summary(self.folder, self.config, outcome, self.learner, processes=self.group.world)
-            self.reporter.table("Result", result_table(self.folder, self.config, outcome))
+            self.reporter.table("Result", result_table(self.folder, self.config, outcome, self.learner))
 
     def close(self) -> None:
         """Close the files."""

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from metanudge.training.stiffness import describe_stiffness
+
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -84,7 +86,7 @@ class ConsoleReporter:
     def step(self, done: int, values: dict[str, Any]) -> None:
         """Move the bar; without a terminal, print a line every few seconds and at every validation."""
         self._pace.tick()
-        self._measured |= {name: value for name, value in values.items() if name.startswith("query_")}
+        self._measured |= {name: value for name, value in values.items() if name.startswith(("query_", "lam"))}
         values = self._measured | values  # not every meta-step measures them
         text = f"{self._pace.describe(self._total - done)} · {describe(values)}"
         if self._live is not None and self._bar is not None:
@@ -155,6 +157,9 @@ def describe(values: dict[str, Any]) -> str:
     parts.append(f"residual {values['residual']:.2g}")
     if _given(values, "nu"):
         parts.append(f"ν {values['nu']:g}")
+    learned = describe_stiffness(values)
+    if learned is not None:
+        parts.append(learned)
     if _given(values, "val_accuracy"):
         parts.append(f"validation {values['val_accuracy']:.1%}")
     elif _given(values, "val_loss"):

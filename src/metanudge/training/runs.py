@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from metanudge import tasks
 from metanudge.engines.randomness import mix
@@ -147,8 +149,18 @@ def write_text(file: Path, text: str) -> None:
 
 
 def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights into a learner's model; `UserError` names what differs where they do not fit."""
-    saved, own = checkpoint.tensors["model"], learner.model.state_dict()
+    """Put a checkpoint's weights (and stiffness) into a learner; `UserError` names what differs where they do not fit."""
+    for part, module in weights_of(learner).items():
+        _load_part(module, part, checkpoint)
+
+
+def weights_of(learner: MetaLearner) -> dict[str, nn.Module]:
+    """What a checkpoint holds of a learner: the model, and log λ where it is learned."""
+    return {"model": learner.model} | ({} if learner.log_lam is None else {"log_lam": learner.log_lam})
+
+
+def _load_part(module: nn.Module, part: str, checkpoint: Checkpoint) -> None:
+    saved, own = checkpoint.tensors.get(part, {}), module.state_dict()
     missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     reshaped = [
         f"{name} {tuple(saved[name].shape)} → {tuple(own[name].shape)}"
@@ -158,11 +170,12 @@ def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
     if missing or unknown or reshaped:
         parts = [("not in the checkpoint", missing), ("only in the checkpoint", unknown), ("of another shape", reshaped)]
         detail = "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+        what = "model" if part == "model" else "learned stiffness"
         raise UserError(
-            f"The model has changed since {checkpoint.folder} was saved ({detail}). Resume with the model it was trained with, "
-            "or start a new run."
+            f"The {what} has changed since {checkpoint.folder} was saved ({detail}). Resume "
+            "with the model it was trained with, or start a new run."
         )
-    learner.model.load_state_dict(saved)
+    module.load_state_dict(saved)
 
 
 def _some(names: list[str]) -> str:
@@ -286,18 +299,27 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
     loss = torch.nn.functional.cross_entropy if shapes.kind == "classification" else torch.nn.functional.mse_loss
     try:
         estimator.check(solver)
-        return MetaLearner(
+        learner = MetaLearner(
             model,
             loss,
             lam=config.lam,
+            learn_lam=None if config.learn_lam == "none" else config.learn_lam,
+            adapt=None if config.adapt == "*" else config.patterns,
             solver=solver,
             estimator=estimator,
             engine=config.engine,
             chunk=config.chunk,
             seed=config.seed,
         )
+        estimator.check_problem(learner.problem())
     except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from error
+        raise UserError(_as_flags(str(error))) from error
+    return learner
+
+
+def _as_flags(message: str) -> str:
+    """A message of the library in the words of the command line."""
+    return re.sub(r"\b(learn_lam|adapt)=", lambda found: f"{flag(found[1])} ", message)
 
 
 def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:

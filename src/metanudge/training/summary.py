@@ -18,6 +18,7 @@ from metanudge.training.metrics import read_metrics
 from metanudge.training.plots import learning_curve
 from metanudge.training.progress import clock
 from metanudge.training.runs import CURVE, METRICS, SUMMARY, choose_device, write_text
+from metanudge.training.stiffness import describe_stiffness, stiffness
 from metanudge.version import __version__
 
 Table = list[tuple[str, str]]
@@ -34,7 +35,7 @@ def facts(config: TrainConfig, source: Episodes, learner: MetaLearner, group: Gr
     where = f"{name}, {config.dtype}" + (f", {config.precision}" if config.precision != "fp32" else "")
     return [
         ("data", f"{config.data}: {shape}; {config.tasks} tasks per meta-step"),
-        ("model", f"{config.model}, {_trainable(learner):,} parameters, λ = {config.lam:g}"),
+        ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
         ("estimator", f"{config.estimator} with {config.solver}"),
         ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
         ("engine", f"{engine.name} ({why})"),
@@ -85,6 +86,7 @@ def write_summary(folder: Path, config: TrainConfig, outcome: Outcome, learner: 
         "device": str(choose_device(config)),
         "processes": processes,
         "parameters": _trainable(learner),
+        **({"lam": stiffness(learner)} if learner.log_lam is not None else {}),
         "steps": outcome.step,
         "checkpoint": "best" if best is not None else "last",
         "checkpoint_step": best["step"] if best is not None else outcome.step,
@@ -97,7 +99,7 @@ def write_summary(folder: Path, config: TrainConfig, outcome: Outcome, learner: 
     learning_curve(read_metrics(folder / METRICS), folder / CURVE, title=title, test=outcome.test)
 
 
-def result_table(folder: Path, config: TrainConfig, outcome: Outcome) -> Table:
+def result_table(folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner) -> Table:
     """The result for the screen."""
     best, test = outcome.best, outcome.test
     lines = [("meta-steps", f"{outcome.step} in {clock(outcome.seconds)}" + (" (this part of the run)" if outcome.resumed else ""))]
@@ -111,11 +113,25 @@ def result_table(folder: Path, config: TrainConfig, outcome: Outcome) -> Table:
             lines.append(("before adaptation", f"{test['accuracy_before']:.2%}"))
         loss = f"{_number(test['loss'])} ± {_number(test['loss_ci95'])}"
         lines.append(("test loss", f"{loss} (before adaptation {_number(test['loss_before'])})"))
+    learned = describe_stiffness(stiffness(learner))
+    if learned is not None:
+        lines.append(("learned stiffness", learned))
     return [*lines, ("curve", str(folder / CURVE)), ("summary", str(folder / SUMMARY))]
 
 
 def _trainable(learner: MetaLearner) -> int:
-    return sum(p.numel() for p in learner.parameters() if p.requires_grad)
+    return sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+
+
+def _term(config: TrainConfig, learner: MetaLearner) -> str:
+    """λ, whether it is learned, and what adapts."""
+    problem = learner.problem()
+    text = f"λ = {config.lam:g}"
+    if learner.log_lam is not None:
+        text += " to begin with, learned" + ("" if config.learn_lam == "scalar" else f" per {config.learn_lam}")
+    if problem.shared:
+        text += f"; {sum(p.numel() for p in problem.parameters.values()):,} adapt ({config.adapt}), the others are shared"
+    return text
 
 
 def _number(value: float | None) -> str:

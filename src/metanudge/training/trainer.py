@@ -44,7 +44,7 @@ def _train(config: TrainConfig, resume: Path | None, group: Group, stop: StopReq
     if plan.saved is not None:
         check_unchanged(plan, config)
     learner = build_learner(config, source)
-    optimizer = specs.build_optimizer(config.optimizer, learner.parameters())
+    optimizer = specs.build_optimizer(config.optimizer, specs.parameter_groups(learner, config.lam_lr))
     if plan.checkpoint is not None:
         load_weights(learner, plan.checkpoint)
         optimizer.load_state_dict(plan.checkpoint.state["optimizer"])

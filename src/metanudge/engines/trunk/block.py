@@ -9,27 +9,29 @@ behind the maximum lives on the winners only, so BatchNorm's two sums run over p
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from metanudge.engines.trunk.convolution import Convolution
 from metanudge.engines.trunk.interface import BlockWeights
-from metanudge.engines.trunk.pooling import largest, phases, shares
+from metanudge.engines.trunk.pooling import add_share, largest, phases
+from metanudge.engines.trunk.room import Room, room
 
 
 @dataclass
 class Kept:
     """What a block's backward pass needs from its forward pass."""
 
-    z: Tensor  # (rows, examples, *spatial, in_channels), the inputs
+    z: Room  # the inputs, (rows, examples, *spatial, in_channels)
+    convolution: Any
     y: Tensor  # (rows, examples, *convolved, out_channels), centred
     pooled: Tensor  # (rows, examples, *pooled, out_channels), the largest of y
-    sign: Tensor | None  # of γ, (rows, out_channels); None where all are positive
-    scale: Tensor  # a = |γ|/σ, (rows, out_channels)
-    deviation: Tensor  # 1/σ, (rows, out_channels)
+    sign: Tensor | None  # of γ, (rows, 1, out_channels); None where all are positive
+    scale: Tensor  # a = |γ|/σ, (rows, 1, out_channels)
+    deviation: Tensor  # 1/σ, (rows, 1, out_channels)
 
 
 class LaterBlock:
@@ -39,53 +41,52 @@ class LaterBlock:
         self._convolution = convolution
         self._eps = eps
 
-    def forward(self, z: Tensor, weights: BlockWeights) -> tuple[Tensor, Kept]:
-        """Outputs `(rows, examples, *pooled, out_channels)`."""
+    @property
+    def border(self) -> tuple[int, ...]:
+        """Zeros it needs around its inputs."""
+        return self._convolution.border
+
+    def forward(self, z: Room, weights: BlockWeights, border: tuple[int, ...], *, positive: bool) -> tuple[Room, Kept]:
+        """Outputs `(rows, examples, *pooled, out_channels)` with room around them; with `positive` all γ are known to be."""
         weight, _, gamma, beta = weights
-        sign = None
-        if gamma is not None and bool((gamma < 0).any()):
-            sign = torch.where(gamma < 0, -torch.ones_like(gamma), 1.0)
-            weight = weight * _on_weight(sign, weight)
-        y = self._convolution.forward(z, weight)
-        entries = y.flatten(1, -2)
+        gamma, beta = (None if leaf is None else leaf.unsqueeze(1) for leaf in (gamma, beta))
+        sign = None if gamma is None or positive else torch.copysign(torch.ones_like(gamma), gamma)
+        y, kept = self._convolution.forward(z, weight, sign)
+        entries = y.view(len(y), -1, y.shape[-1])
         entries.sub_(entries.mean(1, keepdim=True))
-        deviation = (entries * entries).mean(1).add_(self._eps).rsqrt_()
+        deviation = (entries * entries).mean(1, keepdim=True).add_(self._eps).rsqrt_()
         scale = deviation if gamma is None else gamma.abs() * deviation
         windows = phases(y)
-        if gamma is not None and bool((gamma == 0).any()):
+        if gamma is not None and not positive and bool((gamma == 0).any()):
             # All entries of a window are equal behind BatchNorm, so that the first wins; nothing of y is felt anywhere else.
             for other in windows[1:]:
-                other.masked_fill_(_on_entries(gamma == 0, y), torch.finfo(y.dtype).min)
+                other.masked_fill_((gamma == 0).view(len(y), *[1] * (y.ndim - 2), -1), torch.finfo(y.dtype).min)
         pooled = largest(windows)
-        out = pooled * _on_entries(scale, y) if beta is None else torch.addcmul(_on_entries(beta, y), pooled, _on_entries(scale, y))
-        return out.relu_(), Kept(z, y, pooled, sign, scale, deviation)
+        flat = pooled.view(len(y), -1, y.shape[-1])
+        out = flat * scale if beta is None else torch.addcmul(beta, flat, scale)
+        return rectified(out.view_as(pooled), border), Kept(z, kept, y, pooled, sign, scale, deviation)
 
-    def backward(self, g: Tensor, out: Tensor, weights: BlockWeights, kept: Kept) -> tuple[Tensor, BlockWeights]:
+    def backward(self, g: Tensor, out: Tensor, kept: Kept) -> tuple[Tensor, BlockWeights]:
         """Gradients with respect to the inputs and the weights, from that of the outputs `out`. Overwrites what was kept."""
-        y, scale, deviation = kept.y, kept.scale, kept.deviation
+        y, deviation = kept.y, kept.deviation
         g = torch.ops.aten.threshold_backward(g, out, 0)
-        entries = math.prod(y.shape[1:-1])
-        dbeta = g.flatten(1, -2).sum(1)
-        moment = kept.pooled.mul_(g).flatten(1, -2).sum(1)
-        dgamma = moment * deviation
-        if kept.sign is not None:
-            dgamma, scale = dgamma * kept.sign, scale * kept.sign
-        windows = phases(y)
-        parts = shares(g, windows)
+        flat, entries = g.view(len(y), -1, y.shape[-1]), y.view(len(y), -1, y.shape[-1])
+        number = -entries.shape[1]
+        dbeta = flat.sum(1, keepdim=True)
+        dgamma = kept.pooled.mul_(g).view_as(flat).sum(1, keepdim=True).mul_(deviation)
+        gradient = torch.addcmul(dbeta / number, entries, dgamma * deviation / number).view_as(y)
+        add_share(g, phases(y), phases(gradient))
         # a stands before the whole of dL/dy, so the filters and their gradient take it over.
-        torch.addcmul(_on_entries(dbeta / -entries, y), y, _on_entries(moment * deviation.square() / -entries, y), out=y)
-        for window, part in zip(windows, parts, strict=True):
-            window.add_(part)
-        factor = _on_weight(scale, weights.weight)
-        dz, dw = self._convolution.backward(y, kept.z, weights.weight * factor)
-        return dz, BlockWeights(dw * factor, dbeta.new_zeros(()).expand_as(dbeta), dgamma, dbeta)
+        dz, dw = self._convolution.backward(gradient, kept.z, kept.convolution, kept.scale)
+        if kept.sign is not None:
+            dgamma, dw = dgamma * kept.sign, dw * kept.sign.view(*dw.shape[:2], *[1] * (dw.ndim - 2))
+        return dz, BlockWeights(dw, torch.zeros_like(dbeta).squeeze(1), dgamma.squeeze(1), dbeta.squeeze(1))
 
 
-def _on_weight(values: Tensor, weight: Tensor) -> Tensor:
-    """`(rows, out_channels)`, to multiply a weight with."""
-    return values[(..., *[None] * (weight.ndim - 2))]
-
-
-def _on_entries(values: Tensor, y: Tensor) -> Tensor:
-    """`(rows, out_channels)`, to multiply an activation with."""
-    return values[(slice(None), *[None] * (y.ndim - 2))]
+def rectified(out: Tensor, border: tuple[int, ...]) -> Room:
+    """ReLU, with room around it; may overwrite its argument."""
+    if not any(border):
+        return Room(out, out.relu_())
+    place = room(out, out.shape, border)
+    torch.clamp_min(out, 0, out=place.inside)
+    return place

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import product
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metanudge.engines.trunk.match import Block
+from metanudge.engines.trunk.room import Room
 
 NARROW = 16  # up to so many channels two neighbouring outputs from one window are faster than one
 
@@ -18,11 +20,18 @@ NARROW = 16  # up to so many channels two neighbouring outputs from one window a
 class Convolution(Protocol):
     """A convolution and its derivative."""
 
-    def forward(self, z: Tensor, weight: Tensor) -> Tensor:
-        """`(rows, examples, *convolved, out_channels)`, a tensor that nobody else holds."""
+    @property
+    def border(self) -> tuple[int, ...]:
+        """Zeros it needs around its inputs."""
 
-    def backward(self, g: Tensor, z: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients with respect to `z` and to the weight."""
+    def forward(self, z: Room, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
+        """`(rows, examples, *convolved, out_channels)`, which the caller may overwrite, and what the derivative needs.
+
+        The outputs are multiplied by `sign`, `(rows, 1, out_channels)`.
+        """
+
+    def backward(self, g: Tensor, z: Room, kept: Any, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients with respect to inputs and weight, from that of the outputs (after `sign`), which is multiplied by `scale` first."""
 
 
 class Columns:
@@ -30,73 +39,83 @@ class Columns:
 
     def __init__(self, block: Block) -> None:
         self._kernel = block.kernel
-        self._padding = block.padding
+        self.border = block.padding
 
-    def forward(self, z: Tensor, weight: Tensor) -> Tensor:
+    def forward(self, z: Room, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
         """The product of windows and filters."""
-        spatial = [n + 2 * p - k + 1 for n, p, k in zip(z.shape[2:-1], self._padding, self._kernel, strict=True)]
-        side_by_side = self._side_by_side(weight.shape[1], spatial)
-        filters = _repeated(weight.movedim((2, 1), (-2, -1)), side_by_side)
-        y = torch.bmm(self._windows(z, self._padding, side_by_side), filters)
-        return y.view(*z.shape[:2], *spatial, -1)
+        rows, examples, *sizes, channels = z.whole.shape
+        spatial = [n - k + 1 for n, k in zip(sizes, self._kernel, strict=True)]
+        m = self._side_by_side(weight.shape[1], spatial)
+        windows, filters = self._windows(z.whole, spatial, m), _filters(weight, sign, m)
+        return torch.bmm(windows, filters).view(rows, examples, *spatial, -1), (windows, filters)
 
-    def backward(self, g: Tensor, z: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Windows of the gradient serve both: times the mirrored filters, and times the inputs."""
-        axes = tuple(range(3, 3 + len(self._kernel)))
-        side_by_side = self._side_by_side(weight.shape[2], z.shape[2:-1])
-        windows = self._windows(g, tuple(k - 1 - p for k, p in zip(self._kernel, self._padding, strict=True)), side_by_side)
-        filters = _repeated(weight.flip(axes).movedim((1, 2), (-2, -1)), side_by_side)
-        dz = torch.bmm(windows, filters).view_as(z)
-        dw = torch.bmm(z.view(len(z), -1, side_by_side * z.shape[-1]).transpose(1, 2), windows)
-        *outer, last = self._kernel
-        dw = dw.view(len(z), side_by_side, z.shape[-1], *outer, last + side_by_side - 1, -1)
-        taps = [dw[:, i].narrow(-2, i, last) for i in range(side_by_side)]
-        return dz, (taps[0] if side_by_side == 1 else taps[0] + taps[1]).movedim(-1, 1).flip(axes)
+    def backward(self, g: Tensor, z: Room, kept: Any, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The same two matrices, and the windows' gradients put back where they came from."""
+        windows, filters = kept
+        rows, examples, *spatial, out = g.shape
+        channels, m, (*outer, last) = z.whole.shape[-1], filters.shape[2] // out, self._kernel
+        g = g.view(rows, -1, m * out)
+        dw = torch.bmm(windows.transpose(1, 2), g).view(rows, *outer, last + m - 1, channels, m, out)
+        taps = [dw[..., i, :].narrow(-3, i, last) for i in range(m)]
+        dw = (taps[0] if m == 1 else taps[0] + taps[1]) * scale.view(rows, *[1] * (len(outer) + 2), out)
+        # The windows' gradients overwrite the windows.
+        torch.bmm(g, (filters.view(rows, -1, m, out) * scale.unsqueeze(1)).view_as(filters).transpose(1, 2), out=windows)
+        parts = windows.view(rows, examples, *spatial[:-1], spatial[-1] // m, *outer, -1, m * channels)
+        return _inside(self._put_back(parts, z.whole, m), self.border), dw.movedim((-1, -2), (1, 2))
 
-    @staticmethod
-    def _side_by_side(channels: int, spatial: Sequence[int]) -> int:
+    def _put_back(self, parts: Tensor, like: Tensor, m: int) -> Tensor:
+        """Every entry of `like` with the sum of what the windows it was copied to have, chunks of m entries at a time."""
+        *outer, _ = self._kernel
+        *lines, columns = parts.shape[2 : 3 + len(outer)]
+        whole = torch.empty_like(like) if not outer else torch.zeros_like(like)
+        chunks = whole.view(*whole.shape[:-2], -1, parts.shape[-1])
+        for first in product(*(range(k) for k in outer), range(parts.shape[-2])):
+            target = chunks
+            for axis, (begin, size) in enumerate(zip(first, (*lines, columns), strict=True), 2):
+                target = target.narrow(axis, begin, size)
+            if first == (0,):
+                target.copy_(parts[..., 0, :])
+                chunks.narrow(2, columns, chunks.shape[2] - columns).zero_()
+            else:
+                target.add_(parts[(..., *first, slice(None))])
+        return whole
+
+    def _side_by_side(self, channels: int, spatial: Sequence[int]) -> int:
         """How many neighbouring outputs come from one window. Two cost a third more products, but a third fewer copies."""
-        return 2 if channels <= NARROW and spatial[-1] % 2 == 0 else 1
+        return 2 if channels <= NARROW and spatial[-1] % 2 == 0 and self._kernel[-1] % 2 else 1
 
-    def _windows(self, z: Tensor, padding: tuple[int, ...], side_by_side: int) -> Tensor:
-        """Every window a line, `(rows, examples × *spatial / side_by_side, *kernel × channels)`; negative padding crops."""
-        z = _padded(z, padding)
-        rows, examples, *sizes, channels = z.shape
+    def _windows(self, z: Tensor, spatial: Sequence[int], m: int) -> Tensor:
+        """Every window a line, `(rows, examples × *spatial / m, *kernel × channels)`."""
+        rows, examples, *_, channels = z.shape
+        *lines, columns = spatial
         *outer, last = self._kernel
-        *lines, columns = (n - k + 1 for n, k in zip(sizes, self._kernel, strict=True))
         *over, along = z.stride()[2:-1]
         # The last kernel axis and the channels lie side by side in memory, so that copies go in long runs.
         windows = z.as_strided(
-            (rows, examples, *lines, columns // side_by_side, *outer, (last + side_by_side - 1) * channels),
-            (*z.stride()[:2], *over, along * side_by_side, *over, 1),
+            (rows, examples, *lines, columns // m, *outer, (last + m - 1) * channels),
+            (*z.stride()[:2], *over, along * m, *over, 1),
         )
-        return windows.reshape(rows, -1, math.prod(outer) * (last + side_by_side - 1) * channels)
+        return windows.reshape(rows, -1, math.prod(outer) * (last + m - 1) * channels)
 
 
-def _padded(z: Tensor, padding: tuple[int, ...]) -> Tensor:
-    if min(padding) < 0:
-        return F.pad(z, (0, 0, *(p for size in reversed(padding) for p in (size, size))))
-    if not any(padding):
-        return z
-    out = z.new_empty(*z.shape[:2], *(n + 2 * p for n, p in zip(z.shape[2:-1], padding, strict=True)), z.shape[-1])
-    inside = out
-    for axis, p in enumerate(padding, 2):
-        inside.narrow(axis, 0, p).zero_()
-        inside.narrow(axis, inside.shape[axis] - p, p).zero_()
-        inside = inside.narrow(axis, p, z.shape[axis])
-    inside.copy_(z)
-    return out
+def _filters(weight: Tensor, sign: Tensor | None, m: int) -> Tensor:
+    """Filters as matrices, `(rows, *kernel × in, m × out)`; for two outputs side by side a second time, moved on by one."""
+    rows, out, channels, *outer, last = weight.shape
+    filters = weight.new_empty if m == 1 else weight.new_zeros
+    both = filters(rows, *outer, last + m - 1, channels, m, out)
+    first = both[..., 0, :].narrow(-3, 0, last)
+    first.copy_(weight.movedim((1, 2), (-1, -2)))
+    if sign is not None:
+        first.mul_(sign.view(rows, *[1] * (len(outer) + 2), out))
+    if m == 2:
+        both[..., 1, :].narrow(-3, 1, last).copy_(first)
+    return both.view(rows, -1, m * out)
 
 
-def _repeated(filters: Tensor, side_by_side: int) -> Tensor:
-    """Filters `(rows, *kernel, in, out)` as matrices; for two outputs side by side a second time, moved on by one."""
-    if side_by_side == 1:
-        return filters.flatten(1, -2)
-    rows, *outer, last, channels, out = filters.shape
-    both = filters.new_zeros(rows, *outer, last + 1, channels, 2, out)
-    both[..., :last, :, 0, :] = filters
-    both[..., 1:, :, 1, :] = filters
-    return both.view(rows, -1, 2 * out)
+def _inside(whole: Tensor, border: tuple[int, ...]) -> Tensor:
+    for axis, p in enumerate(border, 2):
+        whole = whole.narrow(axis, p, whole.shape[axis] - 2 * p)
+    return whole
 
 
 class Native:
@@ -104,18 +123,22 @@ class Native:
 
     def __init__(self, block: Block) -> None:
         self._padding = list(block.padding)
+        self.border = (0, 0)
 
-    def forward(self, z: Tensor, weight: Tensor) -> Tensor:
+    def forward(self, z: Room, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
         """One convolution a row."""
-        return _stacked([F.conv2d(_images(x), w, None, 1, self._padding) for x, w in zip(z, weight, strict=True)])
+        turned = weight if sign is None else weight * sign.view(*weight.shape[:2], 1, 1, 1)
+        return _stacked([F.conv2d(_images(x), w, None, 1, self._padding) for x, w in zip(z.whole, turned, strict=True)]), turned
 
-    def backward(self, g: Tensor, z: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, g: Tensor, z: Room, kept: Any, scale: Tensor) -> tuple[Tensor, Tensor]:
         """One derivative a row."""
+        factor = scale.view(*kept.shape[:2], 1, 1, 1)
         options = (None, [1, 1], self._padding, [1, 1], False, [0, 0], 1, [True, True, False])
         parts = [
-            torch.ops.aten.convolution_backward(_images(dy), _images(x), w, *options) for dy, x, w in zip(g, z, weight, strict=True)
+            torch.ops.aten.convolution_backward(_images(dy), _images(x), w, *options)
+            for dy, x, w in zip(g, z.whole, kept * factor, strict=True)
         ]
-        return _stacked([part[0] for part in parts]), torch.stack([part[1] for part in parts])
+        return _stacked([part[0] for part in parts]), torch.stack([part[1] for part in parts]) * factor
 
 
 def _images(x: Tensor) -> Tensor:

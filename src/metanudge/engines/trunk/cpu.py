@@ -18,10 +18,8 @@ from metanudge.engines.trunk.convolution import Columns, Convolution, Native
 from metanudge.engines.trunk.interface import BlockWeights
 from metanudge.engines.trunk.match import Block
 from metanudge.engines.trunk.patches import FirstBlock, Patches
-from metanudge.engines.trunk.workers import spread
 
-HELD = 1 << 26  # bytes of activations kept between a forward and a backward pass
-WORTH_A_THREAD = 1 << 16  # activations
+HELD = 1 << 25  # bytes of activations kept between a forward and a backward pass
 
 
 class CPUTrunk:
@@ -32,10 +30,14 @@ class CPUTrunk:
         self._first = FirstBlock(blocks[0])
 
     def rows_at_once(self, inputs: Tensor) -> int:
-        """So many that their activations take a few dozen megabytes, but enough for all threads."""
-        threads = torch.get_num_threads()
-        rows = HELD // (self._activations(inputs.shape[1], inputs.shape[3:]) * inputs.element_size())
-        return max(1, rows // threads) * threads
+        """So many that what they keep takes a few dozen megabytes."""
+        _, examples, _, *spatial = inputs.shape
+        numbers = 0
+        for block in self._blocks:
+            convolved, spatial = block.convolved(spatial), list(block.pooled(spatial))
+            kept = math.prod(spatial) if block is self._blocks[0] else math.prod(convolved) + 2 * math.prod(spatial)
+            numbers += block.conv.out_channels * kept
+        return max(1, HELD // (numbers * examples * inputs.element_size()))
 
     def prepare(self, inputs: Tensor) -> Patches:
         """Windows of the data for the first block."""
@@ -49,18 +51,8 @@ class CPUTrunk:
             windows = examples * math.prod(block.convolved(spatial))
             later.append(LaterBlock(_convolution(block, windows, prepared.windows.dtype), block.eps))
             spatial = list(block.pooled(spatial))
-        small = self._activations(examples, [2 * n for n in prepared.shape[1:]]) * len(weights[0].weight) < WORTH_A_THREAD
-        groups = _groups(len(weights[0].weight), len(prepared.covariance), 1 if small else torch.get_num_threads())
-        out: Tensor = _Blocks.apply(_Run(self._first, later, prepared, groups), *(t for block in weights for t in block))
+        out: Tensor = _Blocks.apply(self._first, later, prepared, *(leaf for block in weights for leaf in block))
         return out.movedim(-1, 2)
-
-    def _activations(self, examples: int, spatial: Sequence[int]) -> int:
-        """How many numbers one row keeps for its backward pass."""
-        numbers = 0
-        for place, block in enumerate(self._blocks):
-            convolved, spatial = block.convolved(spatial), block.pooled(spatial)
-            numbers += block.conv.out_channels * (math.prod(spatial) + (math.prod(convolved) + math.prod(spatial) if place else 0))
-        return numbers * examples
 
 
 def _convolution(block: Block, windows: int, dtype: torch.dtype) -> Convolution:
@@ -69,87 +61,41 @@ def _convolution(block: Block, windows: int, dtype: torch.dtype) -> Convolution:
     return Native(block) if len(block.kernel) == 2 and dtype == torch.float32 and large else Columns(block)
 
 
-def _groups(rows: int, tasks: int, threads: int) -> list[tuple[slice, slice]]:
-    """Rows, and their tasks, for each thread: all, or tasks of one nudge."""
-    nudges = rows // tasks
-    if threads == 1:
-        return [(slice(0, rows), slice(0, tasks))]
-    each = math.ceil(tasks / math.ceil(threads / nudges))
-    return [
-        (slice(nudge + first, nudge + min(first + each, tasks)), slice(first, min(first + each, tasks)))
-        for nudge in range(0, rows, tasks)
-        for first in range(0, tasks, each)
-    ]
-
-
 @dataclass
 class _Kept:
-    """What the backward pass of a group of rows needs."""
-
     first: first_block.Kept
     later: list[later_block.Kept]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The blocks one after the other, and back, for groups of rows."""
-
-    first: FirstBlock
-    later: list[LaterBlock]
-    patches: Patches
-    groups: list[tuple[slice, slice]]
-
-    def forward(self, group: tuple[slice, slice], weights: list[BlockWeights]) -> tuple[Tensor, _Kept]:
-        rows, tasks = group
-        own, *others = (_rows_of(block, rows) for block in weights)
-        z, kept_first = self.first.forward(self.patches[tasks], own)
-        kept = _Kept(kept_first, [])
-        for block, own in zip(self.later, others, strict=True):
-            z, here = block.forward(z, own)
-            kept.later.append(here)
-        return z, kept
-
-    def backward(self, group: tuple[slice, slice], g: Tensor, out: Tensor, weights: list[BlockWeights], kept: _Kept) -> list[Tensor]:
-        rows, tasks = group
-        first, *others = (_rows_of(block, rows) for block in weights)
-        g, out = g[rows].contiguous(), out[rows]
-        gradients: list[BlockWeights] = []
-        for block, own, here in zip(reversed(self.later), reversed(others), reversed(kept.later), strict=True):
-            g, gradient = block.backward(g, out, own, here)
-            out = here.z
-            gradients.append(gradient)
-        gradients.append(self.first.backward(g, out, self.patches[tasks], first, kept.first))
-        return [leaf for gradient in reversed(gradients) for leaf in gradient]
-
-
-def _rows_of(weights: BlockWeights, rows: slice) -> BlockWeights:
-    return BlockWeights(*(None if leaf is None else leaf[rows] for leaf in weights))  # type: ignore[arg-type]
-
-
 class _Blocks(torch.autograd.Function):
-    """A run of blocks as torch's autograd sees it."""
+    """The blocks one after the other, and back."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, first: FirstBlock, later: list[LaterBlock], patches: Patches, *tensors: Tensor | None) -> Tensor:
         weights = [BlockWeights(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]  # type: ignore[arg-type]
-        parts = spread(lambda group: run.forward(group, weights), run.groups)
-        out = _joined([z for z, _ in parts])
-        ctx.run, ctx.kept = run, [kept for _, kept in parts]
-        ctx.save_for_backward(out, *tensors)
-        return out
+        borders = [block.border for block in later] + [(0,) * (len(patches.shape) - 1)]
+        z, kept = first.forward(patches, weights[0], borders[0])
+        gammas = [block.gamma for block in weights[1:] if block.gamma is not None]
+        positive = not gammas or bool(torch.cat(gammas, 1).amin() > 0)
+        ctx.first, ctx.later, ctx.patches, ctx.kept = first, later, patches, _Kept(kept, [])
+        for block, own, border in zip(later, weights[1:], borders[1:], strict=True):
+            z, here = block.forward(z, own, border, positive=positive)
+            ctx.kept.later.append(here)
+        ctx.save_for_backward(z.inside)
+        return z.inside
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        run: _Run = ctx.run
-        out, *tensors = ctx.saved_tensors
-        weights = [BlockWeights(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
+        (out,) = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
-        assert kept is not None, "what was kept is overwritten by the first backward pass"
-        parts = spread(lambda at: run.backward(run.groups[at], g, out, weights, kept[at]), range(len(run.groups)))
-        gradients = zip(*parts, strict=True)
-        return (None, *(_joined(leaf) if needed else None for leaf, needed in zip(gradients, ctx.needs_input_grad[1:], strict=True)))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+        assert kept is not None, "a second backward pass, but the first has overwritten what was kept"
+        g = g.contiguous()
+        gradients: list[BlockWeights] = []
+        for block, here in zip(reversed(ctx.later), reversed(kept.later), strict=True):
+            g, gradient = block.backward(g, out, here)
+            out = here.z.inside
+            gradients.append(gradient)
+        gradients.append(ctx.first.backward(g, out, ctx.patches, kept.first))
+        leaves = [leaf for gradient in reversed(gradients) for leaf in gradient]
+        return (None, None, None, *(leaf if needed else None for leaf, needed in zip(leaves, ctx.needs_input_grad[3:], strict=True)))

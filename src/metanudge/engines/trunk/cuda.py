@@ -170,7 +170,8 @@ class CUDATrunk:
         kernels.first_sums_backward[(tiles, rows, columns)](
             prepared.images, pick, dy, sums, ones, tasks, shape.entries, *shape.before, *shape.pooled, tiles, share,
             CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
-            PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision, BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width, num_warps=4,
+            PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision,
+            BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width, num_warps=4,
         )  # fmt: skip
         dweight = weight.new_empty(weight.shape)
         dgamma, dbeta = weight.new_empty((rows, shape.co)), weight.new_empty((rows, shape.co))
@@ -220,7 +221,17 @@ class CUDATrunk:
         dgamma = weight.new_empty((rows, shape.co), dtype=torch.float32)
         dbeta, factor = torch.empty_like(dgamma), weight.new_empty((rows,), dtype=torch.float32)
         kernels.normalisation_backward[(rows,)](
-            sums, kept.coefficients, dgamma, dbeta, factor, tiles, CO=shape.co, SCALED=self._scaled, BLOCK_T=16, BLOCK_N=width, num_warps=4
+            sums,
+            kept.coefficients,
+            dgamma,
+            dbeta,
+            factor,
+            tiles,
+            CO=shape.co,
+            SCALED=self._scaled,
+            BLOCK_T=16,
+            BLOCK_N=width,
+            num_warps=4,
         )
         dz = torch.empty_like(kept.z, dtype=self._factors)
         kernels.spread_backward[(triton.cdiv(shape.pixels, 64), rows, columns)](

@@ -19,33 +19,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metanudge.engines.trunk.block import rectified
 from metanudge.engines.trunk.interface import BlockWeights
 from metanudge.engines.trunk.match import Block
-from metanudge.engines.trunk.pooling import largest, shares
+from metanudge.engines.trunk.pooling import largest, share
+from metanudge.engines.trunk.room import Room
 
-IN_CACHE = 1 << 18  # numbers of a piece of the convolution: what two passes over it find in a core's cache
+IN_CACHE = 1 << 19  # numbers of a piece of the convolution: what the passes over it find in a core's cache
 
 
 @dataclass(frozen=True)
 class Patches:
     """The windows of a data set that are pooled, by phase, centred, with a one at the end; and the covariance of all windows."""
 
-    windows: Tensor  # (phases, tasks, examples × pooled, in_channels × kernel + 1)
+    windows: Tensor  # (tasks, phases, examples × pooled, in_channels × kernel + 1)
     covariance: Tensor  # (tasks, in_channels × kernel, in_channels × kernel), float64
     shape: tuple[int, ...]  # (examples, *pooled)
-
-    def __getitem__(self, tasks: slice) -> Patches:
-        return Patches(self.windows[:, tasks], self.covariance[tasks], self.shape)
 
 
 @dataclass
 class Kept:
     """What the backward pass needs from the forward pass."""
 
-    filters: Tensor  # (rows, in_channels × kernel + 1, out_channels)
-    scale: Tensor  # a = γ/σ, (rows, out_channels), float64
-    deviation: Tensor  # 1/σ, (rows, out_channels), float64
-    spread: Tensor  # Cw, (rows, out_channels, in_channels × kernel), float64
+    w: Tensor  # the filters as they are, (rows, out_channels, in_channels × kernel)
+    filters: Tensor  # [a w, β], (rows, in_channels × kernel + 1, out_channels)
+    scale: Tensor  # a = γ/σ, (rows, out_channels, 1)
+    deviation: Tensor  # 1/σ, (rows, out_channels, 1)
+    spread: Tensor  # Cw, (rows, out_channels, in_channels × kernel)
 
 
 class FirstBlock:
@@ -63,63 +63,72 @@ class FirstBlock:
         axes = len(kernel)
         x = x.movedim(2, 2 + axes).flatten(2 + axes)  # (tasks, examples, *convolved, in_channels × kernel)
         exact = x.flatten(1, -2).double()
-        mean = exact.mean(1)
-        exact = exact - mean.unsqueeze(1)
+        exact = exact - exact.mean(1, keepdim=True)
         covariance = torch.bmm(exact.transpose(1, 2), exact) / exact.shape[1]
         pooled = [size // 2 for size in x.shape[2:-1]]
         centred = exact.to(inputs.dtype).view_as(x)
         parities = product(*([slice(i, 2 * n, 2) for i in (0, 1)] for n in pooled))
-        windows = torch.stack([centred[(slice(None), slice(None), *parity)].flatten(1, -2) for parity in parities])
+        windows = torch.stack([centred[(slice(None), slice(None), *parity)].flatten(1, -2) for parity in parities], 1)
         return Patches(F.pad(windows, (0, 1), value=1.0), covariance, (x.shape[1], *pooled))
 
-    def forward(self, patches: Patches, weights: BlockWeights) -> tuple[Tensor, Kept]:
-        """Outputs `(rows, examples, *pooled, out_channels)`."""
-        w = weights.weight.flatten(2).double()
-        tasks = len(patches.covariance)
-        spread = torch.matmul(w.unflatten(0, (-1, tasks)), patches.covariance).flatten(0, 1)
-        deviation = (w * spread).sum(-1).clamp_min_(0).add_(self._block.eps).rsqrt_()
-        scale = deviation if weights.gamma is None else deviation * weights.gamma
-        beta = torch.zeros_like(scale) if weights.beta is None else weights.beta.double()
-        filters = torch.cat([w * scale.unsqueeze(-1), beta.unsqueeze(-1)], -1).to(weights.weight.dtype).transpose(1, 2).contiguous()
-        rows, _, channels = filters.shape
-        out = filters.new_empty(rows, patches.windows.shape[2], channels)
-        for row, task, place in self._pieces(patches, rows, channels):
-            piece = out[row, place]
-            largest(self._convolved(patches, filters[row], task, place), out=piece)
-            piece.relu_()
-        return out.unflatten(1, patches.shape), Kept(filters, scale, deviation, spread)
+    def forward(self, patches: Patches, weights: BlockWeights, border: tuple[int, ...]) -> tuple[Room, Kept]:
+        """Outputs `(rows, examples, *pooled, out_channels)`, with room around them."""
+        weight, _, gamma, beta = weights
+        w = weight.flatten(2)
+        exact = w.double()
+        spread = torch.matmul(exact.unflatten(0, (-1, len(patches.covariance))), patches.covariance).flatten(0, 1)
+        variance = torch.linalg.vecdot(exact, spread).clamp_min_(0)
+        deviation = variance.add_(self._block.eps).rsqrt_().to(w.dtype).unsqueeze(-1)
+        scale = deviation if gamma is None else deviation * gamma.unsqueeze(-1)
+        shift = torch.zeros_like(scale) if beta is None else beta.unsqueeze(-1)
+        filters = torch.cat([w * scale, shift], -1).transpose(1, 2).contiguous()
+        out = filters.new_empty(len(filters), patches.windows.shape[2], filters.shape[2])
+        for rows, tasks, place in _pieces(patches, filters):
+            largest(_convolved(patches.windows[tasks, :, place], filters[rows]).unbind(1), out=out[rows, place])
+        return rectified(out.view(len(out), *patches.shape, -1), border), Kept(w, filters, scale, deviation, spread.to(w.dtype))
 
-    def backward(self, g: Tensor, out: Tensor, patches: Patches, weights: BlockWeights, kept: Kept) -> BlockWeights:
+    def backward(self, g: Tensor, out: Tensor, patches: Patches, kept: Kept) -> BlockWeights:
         """Gradients with respect to the weights, from that of the outputs `out`."""
-        rows, size, channels = kept.filters.shape
-        g, out = g.reshape(rows, -1, channels), out.flatten(1, -2)
-        sums = g.new_zeros(rows, channels, size)
-        for row, task, place in self._pieces(patches, rows, channels):
-            arriving = torch.ops.aten.threshold_backward(g[row, place], out[row, place], 0)
-            parts = shares(arriving, self._convolved(patches, kept.filters[row], task, place))
-            for windows, part in zip(patches.windows, parts, strict=True):
-                sums[row].baddbmm_(part.transpose(1, 2), windows[task, place])
-        exact = sums.double()
-        moved, dbeta = exact[..., :-1], exact[..., -1]
-        w = weights.weight.flatten(2).double()
-        dgamma = (w * moved).sum(-1) * kept.deviation
-        dw = (moved - kept.spread * (dgamma * kept.deviation).unsqueeze(-1)) * kept.scale.unsqueeze(-1)
-        dtype = weights.weight.dtype
-        return BlockWeights(dw.to(dtype).view_as(weights.weight), g.new_zeros(()).expand(rows, channels), dgamma.to(dtype), dbeta.to(dtype))
+        filters = kept.filters
+        g = torch.ops.aten.threshold_backward(g, out, 0).view(len(filters), -1, filters.shape[2])
+        sums = g.new_zeros(len(filters), filters.shape[2], filters.shape[1])
+        for rows, tasks, place in _pieces(patches, filters):
+            windows = patches.windows[tasks, :, place]
+            convolved = _convolved(windows, filters[rows])
+            shares = torch.empty_like(convolved)
+            share(g[rows, place], convolved.unbind(1), shares.unbind(1))
+            _add_products(sums[rows], shares, windows)
+        moved, dbeta = sums[..., :-1], sums[..., -1]
+        dgamma = torch.linalg.vecdot(kept.w, moved).unsqueeze(-1) * kept.deviation
+        dw = torch.addcmul(moved, kept.spread, dgamma * kept.deviation, value=-1).mul_(kept.scale)
+        return BlockWeights(dw.unflatten(2, (-1, *self._block.kernel)), torch.zeros_like(dbeta), dgamma.squeeze(-1), dbeta)
 
-    @staticmethod
-    def _convolved(patches: Patches, filters: Tensor, task: slice, place: slice) -> list[Tensor]:
-        return [torch.bmm(windows[task, place], filters) for windows in patches.windows]
 
-    @staticmethod
-    def _pieces(patches: Patches, rows: int, channels: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Rows, their tasks, and windows, in pieces that stay in the cache."""
-        number, tasks, places, _ = patches.windows.shape
-        size = number * channels * places
-        each = math.ceil(tasks / math.ceil(tasks * size / IN_CACHE)) if size < IN_CACHE else 1
-        step = math.ceil(places / math.ceil(size / IN_CACHE))
-        for nudge in range(0, rows, tasks):
-            for first in range(0, tasks, each):
-                last = min(first + each, tasks)
-                for place in range(0, places, step):
-                    yield slice(nudge + first, nudge + last), slice(first, last), slice(place, place + step)
+def _convolved(windows: Tensor, filters: Tensor) -> Tensor:
+    """`(tasks, phases, places, out_channels)`."""
+    tasks, number, places, size = windows.shape
+    if windows.is_contiguous():
+        return torch.bmm(windows.view(tasks, -1, size), filters).view(tasks, number, places, -1)
+    return torch.stack([torch.bmm(phase, filters) for phase in windows.unbind(1)], 1)
+
+
+def _add_products(sums: Tensor, shares: Tensor, windows: Tensor) -> None:
+    """sums += Σ share ⊗ window."""
+    if windows.is_contiguous():
+        sums.baddbmm_(shares.flatten(1, 2).transpose(1, 2), windows.flatten(1, 2))
+        return
+    for phase, part in zip(windows.unbind(1), shares.unbind(1), strict=True):
+        sums.baddbmm_(part.transpose(1, 2), phase)
+
+
+def _pieces(patches: Patches, filters: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Rows, their tasks, and windows, in pieces that stay in the cache."""
+    tasks, number, places, _ = patches.windows.shape
+    size = number * filters.shape[2] * places
+    each = math.ceil(tasks / math.ceil(tasks * size / IN_CACHE)) if size < IN_CACHE else 1
+    step = math.ceil(places / math.ceil(size / IN_CACHE))
+    for nudge in range(0, len(filters), tasks):
+        for first in range(0, tasks, each):
+            last = min(first + each, tasks)
+            for place in range(0, places, step):
+                yield slice(nudge + first, nudge + last), slice(first, last), slice(place, place + step)

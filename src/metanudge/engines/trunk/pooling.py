@@ -29,12 +29,29 @@ def largest(of: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     return torch.maximum(largest(of[:half]), largest(of[half:]), out=out)
 
 
-def shares(g: Tensor, of: Sequence[Tensor]) -> list[Tensor]:
-    """What each phase gets of the maximum's gradient: all of it or nothing. Of equals the first wins, as in torch. Overwrites `g`."""
-    if len(of) == 1:
-        return [g]
+def share(g: Tensor, of: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Write what each phase gets of the maximum's gradient: all of it or nothing. Of equals the first wins, as in torch."""
     half = len(of) // 2
+    if half == 1:
+        first, second = out
+    else:
+        first, second = torch.empty_like(g), torch.empty_like(g)
     # A comparison written as numbers: a product with booleans converts them first, which takes twice as long.
+    torch.ge(largest(of[:half]), largest(of[half:]), out=first)
+    torch.mul(first, g, out=first)
+    torch.sub(g, first, out=second)
+    if half > 1:
+        share(first, of[:half], out[:half])
+        share(second, of[half:], out[half:])
+
+
+def add_share(g: Tensor, of: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+    """Add to each phase what it gets of the maximum's gradient. Overwrites `g`."""
+    half = len(of) // 2
     first = torch.ge(largest(of[:half]), largest(of[half:]), out=torch.empty_like(g)).mul_(g)
     g.sub_(first)
-    return shares(first, of[:half]) + shares(g, of[half:])
+    for part, begin in ((first, 0), (g, half)):
+        if half == 1:
+            to[begin].add_(part)
+        else:
+            add_share(part, of[begin : begin + half], to[begin : begin + half])

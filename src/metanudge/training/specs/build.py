@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from metanudge import optim, solvers
 from metanudge.estimators import ESTIMATORS, Estimator
+from metanudge.learner import MetaLearner
 from metanudge.solvers import Solver, TorchOptimizer
 from metanudge.training.errors import UserError
 from metanudge.training.specs.language import Spec, known, split
@@ -98,8 +98,16 @@ def parse_optimizer(text: str) -> Spec:
     return Spec(name, convert(raw, OPTIMIZERS[name], "--optimizer", name))
 
 
-def build_optimizer(text: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The outer optimizer that a spec describes, for these parameters."""
+def parameter_groups(learner: MetaLearner, lam_lr: float | None) -> list[Any]:
+    """What an outer optimizer optimises: the learner's parameters; log λ, where it is learned, in a group without weight decay."""
+    if learner.log_lam is None:
+        return list(learner.parameters())
+    own = {} if lam_lr is None else {"lr": lam_lr}
+    return [{"params": list(learner.model.parameters())}, {"params": list(learner.lam_parameters()), "weight_decay": 0.0, **own}]
+
+
+def build_optimizer(text: str, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """The outer optimizer that a spec describes, for these parameters or groups of them."""
     spec = parse_optimizer(text)
     closure = inspect.signature(OPTIMIZERS[spec.name].step).parameters.get("closure")  # type: ignore[attr-defined]
     if closure is not None and closure.default is inspect.Parameter.empty:

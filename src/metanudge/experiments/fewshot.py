@@ -1,0 +1,151 @@
+"""Meta-training for the experiments on few-shot classification: Adam on a stream of tasks, accuracy on others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+import metanudge as mn
+from metanudge.estimators import Estimator
+from metanudge.experiments import methods as m
+from metanudge.tasks import Episodes
+from metanudge.tasks.episodes import Split
+
+AT_ONCE = 100  # tasks evaluated side by side
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to meta-train.
+
+    Attributes:
+        inner: learning rate of the inner steps.
+        rate: meta-learning rate of Adam.
+        iterations: meta-steps.
+        tasks: per meta-step.
+        cosine: let the meta-learning rate fall to 0 along a cosine.
+    """
+
+    inner: float
+    rate: float
+    iterations: int
+    tasks: int = 16
+    cosine: bool = False
+
+    def rate_at(self, iteration: int) -> float:
+        """The meta-learning rate of the meta-step that comes after so many.
+
+        Example:
+            >>> [Recipe(0.1, 1.0, 4, cosine=cosine).rate_at(2) for cosine in (False, True)]
+            [1.0, 0.5000000000000001]
+        """
+        return self.rate * (1 + math.cos(math.pi * iteration / self.iterations)) / 2 if self.cosine else self.rate
+
+
+@dataclass
+class Trial:
+    """A model that can be meta-trained again and again from the same initial weights, with one estimator.
+
+    Learners are kept by their inner learning rate: on a GPU each has recorded its meta-step.
+    """
+
+    model: nn.Module
+    estimator: Estimator
+    source: Episodes
+    lam: float = m.LAM
+    steps: int = m.STEPS
+    _initial: dict[str, Tensor] = field(init=False)
+    _learners: dict[float, mn.MetaLearner] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._initial = {name: leaf.detach().clone() for name, leaf in self.model.state_dict().items()}
+
+    def learner(self, inner: float) -> mn.MetaLearner:
+        """The learner with this inner learning rate, at the initial weights."""
+        self.model.load_state_dict(self._initial)
+        if inner not in self._learners:
+            solver = mn.GradientDescent(lr=inner, steps=self.steps)
+            loss = nn.functional.cross_entropy
+            self._learners[inner] = mn.MetaLearner(self.model, loss, lam=self.lam, solver=solver, estimator=self.estimator)
+        return self._learners[inner]
+
+    def train(self, recipe: Recipe, *, at: Collection[int] = (), see: Callable[[int, mn.MetaLearner], None] | None = None) -> bool:
+        """Meta-train from the initial weights; whether every gradient was finite.
+
+        Args:
+            recipe: how.
+            at: after which iterations (0 is before the first) to call `see`; the calls end where training diverges.
+            see: gets the iteration and the learner.
+        """
+        learner = self.learner(recipe.inner)
+        optimizer = torch.optim.Adam(learner.parameters(), lr=recipe.rate, fused=learner.problem().device.type == "cuda")
+        batches = self.source.batches(size=recipe.tasks, count=recipe.iterations)
+        if see is not None and 0 in at:
+            see(0, learner)
+        for iteration, tasks in enumerate(batches, 1):
+            optimizer.param_groups[0]["lr"] = recipe.rate_at(iteration - 1)
+            optimizer.zero_grad()
+            try:
+                learner.backward(tasks, metrics=False)
+            except mn.NonFiniteError:
+                return False
+            optimizer.step()
+            if see is not None and iteration in at:
+                see(iteration, learner)
+        return True
+
+    def score(self, recipe: Recipe, *, split: Split, tasks: int) -> float:
+        """Accuracy on so many tasks of a split after training; 0 where it diverged."""
+        return accuracy(self._learners[recipe.inner], self.source, split, tasks) if self.train(recipe) else 0.0
+
+
+def accuracy(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> float:
+    """Mean accuracy on the query sets of episodes 0 … tasks − 1 of a split after adaptation."""
+    firsts = range(0, tasks, AT_ONCE)
+    found = [learner.evaluate(source.batch(range(first, min(first + AT_ONCE, tasks)), split)).accuracy for first in firsts]
+    return float(torch.cat(found).mean())
+
+
+def best_recipe(trial: Trial, recipes: list[Recipe], rounds: tuple[int, ...], *, keep: int, tasks: int) -> tuple[Recipe, list[Recipe], list[float]]:
+    """The recipe with the highest validation accuracy, found in rounds of growing length of which only the best few reach the next.
+
+    Args:
+        trial: what is trained.
+        recipes: the grid.
+        rounds: iterations of each round.
+        keep: how many go on to the next round.
+        tasks: validation tasks.
+
+    Returns:
+        the best recipe (with its own number of iterations), and all that were tried with their accuracies.
+    """
+    tried: list[Recipe] = []
+    scores: list[float] = []
+    left = list(recipes)
+    for number, iterations in enumerate(rounds):
+        if len(left) > 1:
+            found = [trial.score(replace(recipe, iterations=iterations), split="val", tasks=tasks) for recipe in left]
+            tried += [replace(recipe, iterations=iterations) for recipe in left]
+            scores += found
+            order = sorted(range(len(left)), key=lambda i: -found[i])
+            left = [left[i] for i in order[: keep if number < len(rounds) - 1 else 1]]
+    return left[0], tried, scores
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """Matrix products and convolutions in TF32 on NVIDIA GPUs, as usual in training."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

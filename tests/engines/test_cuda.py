@@ -1,0 +1,180 @@
+"""What only a CUDA device runs: the Triton trunk, fused steps and recorded meta-steps."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import metanudge as mn
+from metanudge.engines import chain
+from metanudge.engines.trunk import BlockWeights, match
+from metanudge.models import Conv4
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CE = nn.functional.cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def precision():
+    """TF32 off unless a test turns it on."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def images(tasks: int, examples: int, channels: int, size: tuple[int, ...], seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return ((torch.rand(tasks, examples, channels, *size, generator=g) > 0.8).float()).cuda()
+
+
+def batch(tasks: int = 4, shots: int = 1, queries: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0) -> mn.TaskBatch:
+    labels = torch.arange(5, device="cuda")
+    support = images(tasks, 5 * shots, 1, (28, 28), seed).to(dtype), labels.repeat(tasks, shots)
+    query = images(tasks, 5 * queries, 1, (28, 28), seed + 1).to(dtype), labels.repeat(tasks, queries)
+    return mn.TaskBatch(support, query)
+
+
+def learner(estimator: mn.estimators.Estimator, dtype: torch.dtype = torch.float32, **options: object) -> mn.MetaLearner:
+    torch.manual_seed(0)
+    model = Conv4(ways=5, channels=16).to("cuda", dtype)
+    solver = mn.GradientDescent(lr=0.02, steps=3)
+    return mn.MetaLearner(model, CE, solver=solver, estimator=estimator, engine="stacked", **options)
+
+
+def flat(gradient: dict[str, Tensor]) -> Tensor:
+    return torch.cat([leaf.flatten().double() for leaf in gradient.values()])
+
+
+SHAPES = {
+    "conv4": (2, 64, 1, (28, 28), 3, 1, 4, True),
+    "colour, odd sizes": (2, 20, 3, (19, 17), 3, 1, 3, True),
+    "1-d": (1, 16, 1, (40,), 3, 1, 3, True),
+    "wide input, large kernel, no affine": (2, 24, 8, (16, 16), 5, 2, 2, False),
+    "more channels than a tile": (2, 128, 3, (32, 32), 3, 1, 3, True),
+    "no padding, one block": (2, 16, 1, (9, 9), 3, 0, 1, True),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_trunk_equals_its_layers(shape):
+    from metanudge.engines.trunk.cuda import CUDATrunk
+
+    dim, channels, inputs, size, kernel, padding, count, affine = shape
+    conv, norm, pool = (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d) if dim == 2 else (nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d)
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for i in range(count):
+        layers += [conv(channels if i else inputs, channels, kernel, padding=padding), norm(channels, affine=affine), nn.ReLU(), pool(2)]
+    found = match(layers)
+    assert found is not None
+    tasks, rows = 2, 4
+    x = images(tasks, 6, inputs, size) + 0.1 * torch.rand(tasks, 6, inputs, *size, device="cuda")
+    weights = []
+    for block in found.blocks:
+        w = block.conv.weight.detach().cuda()
+        bias, gamma, beta = torch.randn(3, rows, channels, device="cuda")
+        scale = (gamma + 0.5, beta) if affine else (None, None)
+        weights.append([w + 0.1 * w.std() * torch.randn(rows, *w.shape, device="cuda"), bias, *scale])
+    leaves = [[None if t is None else t.clone().requires_grad_() for t in block] for block in weights]
+    trunk = CUDATrunk(found.blocks)
+    y = trunk.outputs(trunk.prepare(x), [BlockWeights(*block) for block in leaves])
+    direction = torch.randn(y.shape, device="cuda")
+    got = torch.autograd.grad((y * direction).sum(), [t for block in leaves for t in block if t is not None])
+    exact = [[None if t is None else t.double().requires_grad_() for t in block] for block in weights]
+    outputs = []
+    for row in range(rows):
+        h = x[row % tasks].double()
+        for block, (w, b, gamma, beta) in zip(found.blocks, exact, strict=True):
+            h = (F.conv2d if dim == 2 else F.conv1d)(h, w[row], b[row], padding=padding)
+            scale = (None, None) if gamma is None else (gamma[row], beta[row])
+            h = F.batch_norm(h, None, None, *scale, True, 0.0, block.eps)
+            h = (F.max_pool2d if dim == 2 else F.max_pool1d)(F.relu(h), 2)
+        outputs.append(h)
+    want_y = torch.stack(outputs)
+    want = torch.autograd.grad((want_y * direction.double()).sum(), [t for block in exact for t in block if t is not None])
+    assert (y - want_y).norm() <= 3e-6 * want_y.norm()
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+
+
+ESTIMATORS = {
+    "loss nudge": mn.FOBMAML(),
+    "gradient nudge": mn.FOBMAML(nudge="gradient"),
+    "shifted": mn.FOBMAML(nudge="gradient", start="shifted"),
+    "from the solution": mn.FOBMAML(stencil="forward", start="solution"),
+    "FO-MAML": mn.FOMAML(),
+    "Reptile": mn.Reptile(),
+    "MAML": mn.MAML(),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_replay_is_the_meta_step(name):
+    recorded, plain = learner(ESTIMATORS[name]), learner(ESTIMATORS[name], capture=False)
+    for seed in range(4):
+        tasks = batch(seed=10 * seed)
+        a, b = recorded.meta_gradient(tasks), plain.meta_gradient(tasks)
+        assert torch.allclose(flat(a[0]), flat(b[0]), rtol=0, atol=2e-6 * float(flat(b[0]).norm()))
+        assert a[1].query_loss == pytest.approx(b[1].query_loss, rel=1e-5)
+        with torch.no_grad():  # an optimizer's step: recordings must see it
+            for p, q in zip(recorded.model.parameters(), plain.model.parameters(), strict=True):
+                p.sub_(0.01 * torch.ones_like(p))
+                q.sub_(0.01 * torch.ones_like(q))
+    assert any(not isinstance(known, str) for known in recorded._captures._known.values()), "nothing was recorded"
+
+
+def test_what_draws_random_numbers_is_not_recorded():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Dropout(0.5), nn.Linear(16, 5)).cuda()
+    learner = mn.MetaLearner(model, CE, engine="stacked")
+    losses = {learner.meta_gradient(batch(), seed=seed)[1].query_loss for seed in range(4)}
+    assert len(losses) == 4
+    assert set(learner._captures._known.values()) == {"as it is"}
+
+
+def test_another_mode_or_shape_is_another_recording():
+    lr = learner(mn.FOBMAML(nudge="gradient"))
+    for _ in range(3):
+        training = flat(lr.meta_gradient(batch())[0])
+    lr.model.eval()
+    for _ in range(3):
+        evaluating = flat(lr.meta_gradient(batch())[0])
+    assert not torch.allclose(training, evaluating)
+    lr.model.train()
+    assert torch.equal(flat(lr.meta_gradient(batch())[0]), training)
+    assert lr.meta_gradient(batch(tasks=6))[1].tasks == 6
+
+
+def test_a_nan_is_told_and_forgotten():
+    lr = learner(mn.FOBMAML())
+    good = [flat(lr.meta_gradient(batch())[0]) for _ in range(3)][-1]
+    bad = batch()
+    bad.stacks[0].support[0][2, 0] = float("nan")
+    with pytest.raises(mn.NonFiniteError, match="task 2"):
+        lr.backward(bad)
+    assert all(p.grad is None for p in lr.model.parameters())
+    assert torch.equal(flat(lr.meta_gradient(batch())[0]), good)
+
+
+@pytest.mark.parametrize("mode", ["tf32", "bf16"])
+@pytest.mark.parametrize("name", ["loss nudge", "gradient nudge", "FO-MAML"])
+def test_precision_is_no_worse_than_layer_by_layer(mode, name, monkeypatch):
+    """Rounding moves the choices of ReLU and max-pooling, many of them at these precisions, so that errors are averages."""
+    exact = flat(learner(ESTIMATORS[name], torch.float64).meta_gradient(batch(8, dtype=torch.float64))[0])
+    torch.backends.cudnn.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")
+
+    def error() -> float:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if mode == "bf16" else contextlib.nullcontext():
+            return float((flat(learner(ESTIMATORS[name]).meta_gradient(batch(8))[0]) - exact).norm() / exact.norm())
+
+    ours = error()
+    monkeypatch.setattr(chain, "trunk_for", lambda *_: None)
+    assert ours <= 1.25 * error()
