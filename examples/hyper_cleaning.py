@@ -208,7 +208,7 @@ def fit(loss: Any, init: Tensor) -> Tensor:
 
 
 def accuracy(phi: Tensor, features: Tensor, labels: Tensor) -> float:
-    return float(((features @ phi).argmax(1) == labels).float().mean())
+    return float(((features @ phi).argmax(1) == labels).double().mean())
 
 
 def auroc(scores: Tensor, positive: Tensor) -> float:
@@ -278,8 +278,10 @@ def show(config: Config, references: dict[str, list[float]], runs: list[Run]) ->
         )
     console = Console()
     console.print(table)
-    console.print("AUROC: right against wrong labels by learned weight. cosine: of the first hypergradient with the exact one. ms, MB:")
-    console.print("CPU time and peak memory of one hypergradient. All train on the validation examples as well.")
+    console.print("AUROC: right against wrong labels, by learned weight.")
+    console.print("cosine: of the first hypergradient with the exact one at the optimum.")
+    console.print("ms, MB: CPU time and peak memory of one hypergradient.")
+    console.print("Every row trains on the validation examples as well.")
 
 
 def spread(values: list[float], form: str) -> str:

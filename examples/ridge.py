@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, str | float]]:
         table.add_row(*(value if isinstance(value, str) else f"{value:.3g}" for value in row.values()))
     console = Console()
     console.print(table)
-    console.print("validation, test: mean losses. informative, noise: geometric mean of the penalties on features")
-    console.print("that carry information, and on those that do not.")
+    console.print("validation, test: mean losses.")
+    console.print("informative, noise: geometric mean of the penalties on features of each kind.")
     return rows
 
 

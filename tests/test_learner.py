@@ -635,3 +635,35 @@ def test_a_loss_with_a_graph_of_its_own_may_be_added():
     (penalty + learner(setup.tasks)).backward()
     theta = values(setup.model)
     assert relative_error(grads(setup.model), {n: expected[n] + 2 * theta[n] for n in theta}) < 1e-12
+
+
+class Temperature(nn.Module):
+    """A linear classifier and a parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.log_temperature = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.log_temperature.exp()
+
+
+@pytest.mark.parametrize(
+    "solver", [mn.GradientDescent(0.1, 2), mn.Nesterov(0.1, 2), mn.NewtonCG(steps=2)], ids=lambda s: type(s).__name__
+)
+def test_parameters_that_are_single_numbers(solver):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 5, 2, generator=generator, dtype=torch.float64), torch.randint(0, 3, (2, 5), generator=generator)
+    torch.manual_seed(0)
+    model = Temperature().double()
+    for estimator in (mn.FOBMAML(), mn.IMAML(cg_steps=2)):
+        stacked, inplace = (
+            mn.MetaLearner(model, nn.functional.cross_entropy, solver=solver, estimator=estimator, engine=engine).meta_gradient(
+                mn.TaskBatch((x, y), (x.flip(1), y.flip(1))), seed=1
+            )[0]
+            for engine in ("stacked", "inplace")
+        )
+        assert stacked["log_temperature"].shape == ()
+        for n in stacked:
+            torch.testing.assert_close(stacked[n], inplace[n], rtol=1e-10, atol=1e-12)

@@ -8,10 +8,25 @@ from typing import Any
 from metanudge.experiments import load
 
 TINY: dict[str, dict[str, Any]] = {
+    "ablation": {
+        "starts": ("theta",), "stencils": ("symmetric", "tangent"), "nus": ("0.1", "auto"), "steps": (1,), "reach": 2, "error_tasks": 1,
+        "channels": 2, "pretraining": 1, "iterations": 1, "tasks": 1, "test_tasks": 2,
+    },
     "auto-nu": {"steps": (2,), "problems": ("quadratic", "relu"), "tasks": 1},
     "gradient-quality": {"steps": (1, 3), "lams": (0.2,), "seeds": 1, "tasks": 1, "dim": 4},
+    "memory-cnn": {"channels": (2,), "steps": 1, "shots": (2, 1), "queries": 2, "image_size": 16},
+    "memory-length": {"lengths": (4, 8), "width": 8, "hidden": 8, "steps": 1, "shots": 1, "queries": 1},
+    "memory-steps": {"steps": (1, 2), "channels": 2, "shots": 1, "queries": 1, "image_size": 16},
+    "memory-width": {"widths": (8, 16), "length": 4, "hidden": 8, "steps": 1, "shots": 1, "queries": 1},
+    "mnist1d": {
+        "inner_rates": (0.1,), "meta_rates": (0.01,), "iterations": 1, "grid_iterations": 1, "at": (0, 1), "tasks": 1, "test_tasks": 2,
+    },
+    "omniglot": {
+        "methods": ("FO-B-MAML", "FO-MAML"), "second_order": ("iMAML, 5 CG steps",), "inner_rates": (0.1, 0.4), "tuning": 1,
+        "val_tasks": 1, "iterations": 2, "tasks": 1, "queries": 1, "channels": 2, "watch_tasks": 2, "test_tasks": 2,
+    },
     "outer-loss": {"iterations": 2, "steps": 3, "seeds": 1, "tasks": 1, "dim": 4, "rates": (0.1, 1.0)},
-}
+}  # fmt: skip
 
 
 def tiny(name: str) -> Any:

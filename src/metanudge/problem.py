@@ -193,7 +193,7 @@ class Problem:
 
     def check_tasks(self, batch: TaskBatch) -> None:
         """Raise a `ValueError` where the tasks' device or floating dtype does not fit the model."""
-        dtypes = {p.dtype for p in self.parameters.values()}
+        dtypes = {p.dtype for p in (*self.parameters.values(), *self.shared.values())}
         autocast = torch.is_autocast_enabled(self.device.type)
         for stack in batch.stacks:
             for what, data in (("support", stack.support), ("query", stack.query)):

@@ -8,8 +8,8 @@ their sum is least.
 
     d_j = ‖g(ν_j) − g(ν_{j+1})‖ / min(‖g(ν_j)‖, ‖g(ν_{j+1})‖)
 
-The smaller norm in the denominator tells a plateau from large ν that move φ as far as it will go, where g falls as 1/ν: there d_j is
-never below ν_j/ν_{j+1} − 1. Everything is relative to what the nudge does to φ, so λ and the scale of the losses need no thought.
+The smaller norm in the denominator tells a plateau from a ν so large that φ moves as far as it will go, where g falls as 1/ν: there d_j
+is not far below ν_j/ν_{j+1} − 1. Everything is relative to what the nudge does to φ, so λ and the scale of the losses need no thought.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from metanudge.problem import Problem
 from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
 
-LADDER = tuple(10 ** (-half / 2) for half in range(7))
-"""The ν that are tried: 1, 0.32, 0.1, …, 0.001."""
-
+RUNGS = 7
 _FEW, _MANY = 10, 50
-_LEAST, _MOST = 1e-16, 1e6
+_HOPELESS = 10.0
+_STEADY = 2
 
 
 def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
@@ -63,16 +62,30 @@ def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
     return coarse * (fine / coarse) ** share
 
 
+def ladder(estimator: FOBMAML) -> tuple[float, ...]:
+    """The ν that are tried, each √10 times smaller than the one before.
+
+    From 0.5 down for the loss nudge, whose negative side f̂ − νf is no longer bounded below for much larger ν; from 1 for the gradient
+    nudge.
+
+    Example:
+        >>> [float(f"{nu:.2g}") for nu in ladder(FOBMAML(nudge="gradient"))]
+        [1.0, 0.32, 0.1, 0.032, 0.01, 0.0032, 0.001]
+    """
+    top = 0.5 if estimator.nudge == "loss" else 1.0
+    return tuple(top * 10 ** (-rung / 2) for rung in range(RUNGS))
+
+
 @dataclass(frozen=True)
 class NuEstimate:
     """What a look at the ladder found.
 
     Attributes:
         nu: where neighbouring estimates agree best; the rule of thumb where none agree at all.
-        error: their relative disagreement there, about the error of a meta-gradient at this ν; above 1 no ν gives a gradient that can be
-            trusted, and infinite where no two solves were finite.
+        error: their relative disagreement there, about the error of a meta-gradient at this ν. Above 1 no ν gives a gradient that is
+            larger than its error: the inner steps overshoot, or there are kinks everywhere.
         nus: the ladder.
-        disagreement: between each ν of the ladder and the next.
+        disagreement: between each ν of the ladder and the next; infinite where a solve was not finite.
         tasks: on how many tasks.
         gradients: support and query gradients that it took, all tasks together.
     """
@@ -83,11 +96,6 @@ class NuEstimate:
     disagreement: tuple[float, ...]
     tasks: int
     gradients: int
-
-    @property
-    def trustworthy(self) -> bool:
-        """Whether some ν gives a meta-gradient that is larger than its error."""
-        return self.error < 1
 
     def __str__(self) -> str:
         return f"ν {self.nu:.3g}, relative error of the difference about {self.error:.2g}"
@@ -102,7 +110,6 @@ def estimate_nu(
     engine: Engine,
     seed: int = 0,
     first: int = 0,
-    nus: Sequence[float] = LADDER,
     rungs_at_once: int = 1,
 ) -> NuEstimate:
     """The ν at which the estimator's error on these tasks is about the least.
@@ -110,16 +117,13 @@ def estimate_nu(
     Args:
         estimator: stencil, nudge and start; its own ν does not matter.
         seed, first: as in `meta_gradient`.
-        nus: the ladder, from large to small; three or more.
-        rungs_at_once: how many of them the stacked engine solves side by side.
+        rungs_at_once: how many ν the stacked engine tries side by side.
 
-    Cost: that of a meta-gradient of these tasks for every ν of the ladder (less for estimators that begin with an un-nudged solve).
-    Memory: one copy of the parameters more than a meta-gradient, in place.
+    Cost: that of seven meta-gradients of these tasks (less for estimators that begin with an un-nudged solve). Memory: that of a
+    meta-gradient; in place, one copy of the parameters more.
     """
-    if len(nus) < 3 or any(a <= b for a, b in pairwise(nus)) or nus[-1] <= 0:
-        raise ValueError(f"nus must be three or more positive numbers from large to small, got {tuple(nus)!r}.")
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
-    at_once = rungs_at_once if engine.name == "stacked" else 1
+    nus, at_once = ladder(estimator), rungs_at_once if engine.name == "stacked" else 1
     cost, found = Cost(), _Disagreement()
     with engine.session(problem, tasks, width=at_once * estimator.width, seed=seed, cost=cost, first=first) as groups:
         inners = list(groups)
@@ -127,33 +131,51 @@ def estimate_nu(
             for motion in _motions(estimator, inners, solver, nus[begin : begin + at_once]):
                 found.see(motion)
     disagreement = found.values()
+    nu, error = best_nu(nus, disagreement, order=STENCILS[estimator.stencil].order)
     gradients = cost.support_gradients + cost.query_gradients
-    nu, error = best_nu(nus, disagreement)
-    fallback = step_aware(solver.steps)
-    return NuEstimate(fallback if nu is None else nu, error, tuple(nus), disagreement, len(tasks), gradients)
+    return NuEstimate(step_aware(solver.steps) if nu is None else nu, error, nus, disagreement, len(tasks), gradients)
 
 
-def best_nu(nus: Sequence[float], disagreement: Sequence[float]) -> tuple[float | None, float]:
-    """ν from the disagreements of neighbours on a ladder, and the least of them; None where none is finite.
+def best_nu(nus: Sequence[float], disagreement: Sequence[float], *, order: int) -> tuple[float | None, float]:
+    """ν from the disagreements of neighbours on a ladder, and the error there; None where nothing agrees.
 
-    Between the two neighbours that agree best; where these are the last (or the first) two, the disagreement still falls towards smaller
-    (larger) ν, and it is the last (first) itself.
+    It lies between the two neighbours that agree best; where these are the last two, the disagreement still falls, and it is the last.
 
     Example:
-        >>> best_nu([1.0, 0.1, 0.01, 0.001], [0.5, 0.005, 0.00005])  # smooth: the smaller the better
+        >>> best_nu([1.0, 0.1, 0.01, 0.001], [0.5, 0.005, 0.00005], order=2)  # smooth: the smaller the better
         (0.001, 5e-05)
-        >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [3.0, 0.2, 0.6])  # kinks
+        >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [3.0, 0.2, 0.6], order=2)  # kinks
         (0.125, 0.2)
     """
-    least = min(disagreement)
-    if not math.isfinite(least):
+    errors = credible(nus, disagreement, order=order)
+    least = min(errors)
+    if not least < _HOPELESS:
         return None, math.inf
-    place = list(disagreement).index(least)
-    if place == len(disagreement) - 1:
-        return nus[-1], least
-    if place == 0:
-        return nus[0], least
-    return math.sqrt(nus[place] * nus[place + 1]), least
+    place = errors.index(least)
+    return (nus[-1] if place == len(errors) - 1 else math.sqrt(nus[place] * nus[place + 1])), least
+
+
+def credible(nus: Sequence[float], disagreement: Sequence[float], *, order: int) -> list[float]:
+    """The disagreements as errors: a disagreement that has risen towards smaller ν is noise, and does not go away with smaller ν still.
+
+    On a few tasks it may seem to, where none of them happens to meet a kink. Believable is a steady fall, at two neighbours in a row and
+    not much faster than the stencil's order allows; then what had risen before was not noise, but ν too large for the stencil.
+
+    Example:
+        >>> credible([1.0, 0.1, 0.01, 0.001, 0.0001], [0.2, 0.4, 0.9, 1e-6], order=2)
+        [0.2, 0.4, 0.9, 0.9]
+        >>> credible([1.0, 0.1, 0.01, 0.001, 0.0001], [0.2, 0.4, 0.02, 0.0002], order=2)
+        [0.2, 0.4, 0.4, 0.0002]
+    """
+    errors = [disagreement[0]]
+    noise, falls = 0.0, 0
+    for place, (before, now) in enumerate(pairwise(disagreement), start=1):
+        if before < min(now, 1.0):
+            noise = max(noise, now)
+        fastest = (nus[place + 1] / nus[place]) ** order / 5
+        falls = falls + 1 if fastest * before <= now <= 0.7 * before else 0
+        errors.append(now if falls >= _STEADY else max(now, noise))
+    return errors
 
 
 class _Disagreement:
@@ -222,7 +244,8 @@ def _add(motion: Params, rows: Params, weight: float) -> None:
 class NuTuner:
     """Keeps the ν of a learner whose estimator says `nu="auto"`: chooses it at the first meta-step and again every so many.
 
-    What was found before counts half, and half again with every new look: a look is at a few tasks only, and θ moves slowly.
+    What was found before counts half, and half again with every new look: a look is at a few tasks only, and θ moves slowly. ν is one of
+    a few values, so that ranks and resumed runs agree on it.
 
     Args:
         every: meta-steps between two looks, more where `share` asks for it.
@@ -249,18 +272,16 @@ class NuTuner:
 
     def tasks(self, count: int) -> int:
         """On how many tasks of a meta-batch of `count` a look is taken: the first so many."""
-        affordable = int(self.share * self.every * count / len(LADDER))
-        return max(1, min(count, self.most_tasks, affordable))
+        return min(count, self.most_tasks)
 
     def interval(self, count: int) -> int:
         """Meta-steps between two looks for meta-batches of `count` tasks.
 
         Example:
-            >>> tuner = NuTuner()
-            >>> [(count, tuner.tasks(count), tuner.interval(count)) for count in (1, 4, 16, 64)]
-            [(1, 1, 175), (4, 1, 50), (16, 4, 50), (64, 4, 50)]
+            >>> [NuTuner().interval(count) for count in (1, 4, 8, 16, 64)]
+            [175, 175, 88, 50, 50]
         """
-        return max(self.every, math.ceil(len(LADDER) * self.tasks(count) / (self.share * count)))
+        return max(self.every, math.ceil(RUNGS * self.tasks(count) / (self.share * count)))
 
     def settled(
         self, estimator: Estimator, problem: Problem, tasks: TaskBatch, *, solver: Solver, engine: Engine, seed: int, first: int
@@ -294,10 +315,9 @@ class NuTuner:
         found = estimate_nu(problem, tasks, estimator=estimator, solver=solver, engine=engine, **options)
         if self._made_for is not None and self._made_for != (estimator, solver):
             self._disagreement = None  # what was found for another estimator says nothing about this one
-        before = self._disagreement
-        both = found.disagreement if before is None else map(_mean, before, found.disagreement)
-        self._disagreement = list(both)
-        nu, _ = best_nu(found.nus, self._disagreement)
+        before = self._disagreement if self._disagreement is not None else found.disagreement
+        self._disagreement = [_mean(a, b) for a, b in zip(before, found.disagreement, strict=True)]
+        nu, _ = best_nu(found.nus, self._disagreement, order=STENCILS[estimator.stencil].order)
         self.nu = nu if nu is not None else self.nu if self.nu is not None else found.nu
         self.last, self._age, self._made_for = found, 0, (estimator, solver)
         self.gradients += found.gradients
@@ -318,10 +338,8 @@ class NuTuner:
 
 
 def _mean(a: float, b: float) -> float:
-    """The geometric mean of two disagreements, of which one may be infinite."""
-    if math.isinf(a) and math.isinf(b):
-        return math.inf
-    return math.sqrt(min(max(a, _LEAST), _MOST) * min(max(b, _LEAST), _MOST))
+    """Root mean square: errors average as their squares. What is hopeless is not made worse by being infinite."""
+    return math.hypot(min(a, _HOPELESS), min(b, _HOPELESS)) / math.sqrt(2)
 
 
 def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML]:

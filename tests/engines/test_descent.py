@@ -254,3 +254,59 @@ def test_no_hook_stays_when_a_pass_fails_between_two_gradients():
     before.assert_unchanged()
     handle.remove()
     assert relative_error(gradient(setup, None, "inplace"), expected) == 0
+
+
+# ------------------------------------------------------------------------------------------ on a CUDA device
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Recurrent(nn.Module):
+    """cuDNN's LSTM, whose weights move to another storage in the middle of a solve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 8, num_layers=2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lstm.flatten_parameters()
+        return self.head(self.lstm(x.unsqueeze(1).expand(-1, 4, -1))[0][:, -1])
+
+
+@needs_cuda
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("estimator", ["loss", "gradient"])
+@pytest.mark.parametrize("model", ["mlp", "conv_net", "lstm"])
+def test_cuda_is_as_with_whole_gradients(model: str, estimator: str, stream: bool):
+    """There backward passes and hooks run in a thread of their own, and on the stream of the forward pass."""
+    setup = SETUPS[model]() if model != "lstm" else Setup(seeded(0, Recurrent), F.cross_entropy, mlp(tasks=2).tasks)
+    setup = Setup(setup.model.cuda(), setup.loss, setup.tasks.to("cuda"))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side if stream else torch.cuda.current_stream()):
+        results = [solutions(setup, solver, ESTIMATORS[estimator]) for solver in (AS_IT_COMES, WHOLE)]
+        assert_same(*results, 1e-9)
+
+
+@needs_cuda
+def test_cuda_memory_is_that_of_a_training_step_and_three_copies():
+    """Counted by the allocator itself."""
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())), nn.Linear(1024, 3)).cuda()
+    x, y = torch.randn(1, 64, 1024, device="cuda"), torch.randint(3, (1, 64), device="cuda")
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    setup = Setup(model, F.cross_entropy, mn.TaskBatch((x, y), (x, y)))
+
+    def peak(run: Callable[[], Any]) -> int:
+        run()  # kernels are chosen and workspaces taken at the first call
+        model.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+
+    plain = peak(lambda: F.cross_entropy(model(x[0]), y[0]).backward())
+    model.zero_grad(set_to_none=True)
+    learner = learner_for(setup, engine="inplace", solver=AS_IT_COMES)
+    assert peak(lambda: learner.meta_gradient(setup.tasks)) <= 1.05 * (plain + 3 * size)
+    assert plain >= size

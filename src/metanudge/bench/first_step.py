@@ -13,32 +13,45 @@ from typing import Any
 
 # Where torch, its compilers and the CUDA driver keep what they compiled.
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+_PATIENCE = 300  # seconds
 _PROGRAM = "from metanudge.bench.first_step import child; child()"
 
 
-def first_steps(contender: str, case: str, *, device: str, precision: str, quick: bool, threads: int | None) -> list[dict[str, Any]]:
-    """Seconds from starting a process to its import, first and second meta-step; once cold and once from the caches of that."""
+def first_steps(
+    contender: str, case: str, *, device: str, precision: str, quick: bool = False, threads: int | None = None, **sizes: int
+) -> list[dict[str, Any]]:
+    """Seconds from starting a process to its import, first and second meta-step; once cold and once from the caches of that.
+
+    Args:
+        contender, case: names.
+        device, precision, quick, threads: as in `BenchConfig`.
+        sizes: of the case, where they are not its own.
+    """
     with tempfile.TemporaryDirectory(prefix="metanudge-bench-") as folder:
         caches = {name: str(Path(folder) / name.lower()) for name in CACHES}
         rows = []
         for caches_are in ("empty", "filled"):
             request = {
                 "contender": contender, "case": case, "device": device, "precision": precision, "quick": quick, "threads": threads,
-                "started": time.time(),
+                "sizes": sizes, "started": time.time(),
             }  # fmt: skip
-            done = subprocess.run(
-                [sys.executable, "-c", _PROGRAM],
-                input=json.dumps(request),
-                env={**os.environ, **caches, "PYTHONPATH": os.pathsep.join(sys.path)},
-                capture_output=True,
-                text=True,
-                timeout=600,
-                check=False,
-            )
-            if done.returncode:
-                raise RuntimeError(f"The process that measures the first step failed:\n{done.stderr[-2000:]}")
-            rows.append({"contender": contender, "caches": caches_are, **json.loads(done.stdout.splitlines()[-1])})
+            rows.append({"contender": contender, "caches": caches_are, **_ask_a_fresh_process(request, caches)})
     return rows
+
+
+def _ask_a_fresh_process(request: dict[str, Any], variables: dict[str, str]) -> dict[str, float]:
+    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _PROGRAM]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=_PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"It took longer than {_PATIENCE} s.") from error
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    times: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return times
 
 
 def child() -> None:
@@ -55,7 +68,7 @@ def child() -> None:
     if request["threads"] is not None:
         torch.set_num_threads(request["threads"])
     device = torch.device(request["device"])
-    workload = CASES[request["case"]].make(device, quick=request["quick"])
+    workload = CASES[request["case"]].make(device, quick=request["quick"], **request["sizes"])
     (contender,) = choose(CONTENDERS, [request["contender"]])
     ends = []
     with precision(request["precision"], device):

@@ -71,6 +71,9 @@ def _first_steps(case: Case, contenders: list[Contender], config: BenchConfig, d
         return {}
     progress.note(f"{case.name}: first meta-step of a fresh process")
     options: Any = {"device": str(device), "precision": config.precision, "quick": config.quick, "threads": config.threads}
+    options["steps"] = config.steps
+    if config.tasks is not None:
+        options["tasks"] = config.tasks
     try:
         return {"first_step": first_steps(own.name, case.name, **options)}
     except RuntimeError as error:

@@ -62,26 +62,35 @@ def comparison(result: Result) -> Table:
     """The table of a comparison, fastest first."""
     rows = result["rows"]
     fastest = min((row["seconds"]["median"] for row in rows), default=0.0)
-    body = tuple(
-        (
-            row["label"],
-            row["package"],
-            duration(row["seconds"]["median"]),
-            "–".join(duration(q) for q in row["seconds"]["quartiles"]),
-            f"{row['seconds']['median'] / fastest:.2f}",
-            amount(row["memory_bytes"], "B"),
-            amount(row["gradients_per_s"], "").strip(),
-            f"{row['times_roofline']:.3g}",
+    columns = ["contender", "by", "median", "quartiles", "× fastest", "peak memory", "gradients/s", "× roofline"]
+    body = []
+    for row in sorted(rows, key=lambda row: row["seconds"]["median"]):
+        seconds = row["seconds"]
+        body.append(
+            [
+                row["label"],
+                row["package"],
+                duration(seconds["median"]),
+                "–".join(duration(q) for q in seconds["quartiles"]),
+                f"{seconds['median'] / fastest:.2f}",
+                amount(row["memory_bytes"], "B"),
+                amount(row["gradients_per_s"], "").strip(),
+                f"{row['times_roofline']:.3g}",
+            ]
         )
-        for row in sorted(rows, key=lambda row: row["seconds"]["median"])
+        if "cpu_median" in seconds:
+            body[-1].insert(4, duration(seconds["cpu_median"]))
+    if any("cpu_median" in row["seconds"] for row in rows):
+        columns.insert(4, "CPU time")
+    return Table(
+        f"{result['title']}: {_work(result)}, on {where(result)}", tuple(columns), tuple(map(tuple, body)), tuple(_remarks(result))
     )
-    columns = ("contender", "by", "median", "quartiles", "× fastest", "peak memory", "gradients/s", "× roofline")
-    return Table(f"{result['title']}: {_work(result)}, on {where(result)}", columns, body, tuple(_remarks(result)))
 
 
 def _remarks(result: Result) -> list[str]:
     rounds = sorted({len(row["seconds"]["samples"]) for row in result["rows"]})
-    notes = [f"Medians of {' to '.join(map(str, rounds))} interleaved calls. Rivals run MAML's plain SGD, without our proximal term."]
+    calls = "One call of each." if rounds == [1] else f"Medians of {' to '.join(map(str, rounds))} interleaved calls."
+    notes = [f"{calls} Rivals run MAML's plain SGD, without our proximal term."]
     notes += [f"{row['label']} failed: {row['error']}" for row in result["failed"]]
     reasons: dict[str, list[str]] = {}
     for row in result["absent"]:

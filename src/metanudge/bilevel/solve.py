@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from metanudge.bilevel import baselines
 from metanudge.bilevel.estimate import Estimate, size
@@ -59,7 +60,7 @@ class Hypergradient:
     hessian_products: int
 
     def __str__(self) -> str:
-        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(self.gradient) if leaf is not None]
+        leaves = [leaf for leaf in pytree.tree_leaves(self.gradient) if leaf is not None]
         norm = math.sqrt(sum(float(leaf.double().square().sum()) for leaf in leaves))
         parts = [f"outer {self.outer:.4g}, inner {self.inner:.4g}", f"residual {self.residual:.2g} after {self.steps} steps"]
         if self.nu is not None:

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import vmap
 
 from metanudge.engines.trunk import Block, BlockWeights, Trunk, match, rows_at_once, trunk_for
 from metanudge.engines.trunk.match import halves
 from metanudge.params import Params
-from metanudge.problem import Problem
+from metanudge.problem import Objective, Problem
 
 ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Sigmoid, nn.Tanh, nn.Identity)
 POOLING = (nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
@@ -153,10 +154,9 @@ class Chain:
         steps: list[tuple[nn.Module, Step]] = []
         return cls(problem, steps) if _collect(model, steps) else None
 
-    @property
-    def has_trunk(self) -> bool:
-        """Whether convolution blocks come first; whether they run as a trunk depends on device and inputs, too."""
-        return self._trunk is not None
+    def runs_trunk(self, inputs: Tensor) -> bool:
+        """Whether layers at the beginning run as one operation on inputs `(tasks, examples, ...)`."""
+        return self._with_trunk(inputs)[1] is not None
 
     def prepare(self, inputs: Tensor) -> list[Data]:
         """Whatever depends on the inputs `(tasks, examples, ...)` alone: done once, used for all steps and nudges.
@@ -164,18 +164,22 @@ class Chain:
         In several portions where the activations of all tasks would take much memory.
         """
         tasks = len(inputs)
-        if self._trunk is None:
-            return [Data(slice(0, tasks), inputs)]
-        x = inputs
-        for layer in self._trunk.before:
-            x = layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        trunk = trunk_for(x.device, x.dtype, self._trunk.blocks) if self._trunk.fits(x) else None
+        x, trunk = self._with_trunk(inputs)
         if trunk is None:
             return [Data(slice(0, tasks), inputs)]
         limit = rows_at_once(trunk, x)
         each = tasks if limit is None else math.ceil(tasks / math.ceil(tasks / limit))
         portions = [slice(first, min(first + each, tasks)) for first in range(0, tasks, each)]
         return [Data(portion, inputs[portion], trunk, trunk.prepare(x[portion]), limit) for portion in portions]
+
+    def _with_trunk(self, inputs: Tensor) -> tuple[Tensor, Trunk | None]:
+        """What the layers before the trunk make of the inputs, and the trunk, if there is one for them."""
+        if self._trunk is None:
+            return inputs, None
+        x = inputs
+        for layer in self._trunk.before:
+            x = layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return x, trunk_for(x.device, x.dtype, self._trunk.blocks) if self._trunk.fits(x) else None
 
     def outputs(self, data: Data, phi: Params) -> Tensor:
         """The model's outputs `(rows, examples, ...)` for parameters with a row axis; rows are nudges × tasks, nudge by nudge."""
@@ -205,6 +209,19 @@ def _block_weights(block: Block, weights: Weights) -> BlockWeights:
     weight = weights(block.conv, "weight")
     assert weight is not None
     return BlockWeights(weight, weights(block.conv, "bias"), weights(block.norm, "weight"), weights(block.norm, "bias"))
+
+
+def losses_of_rows(objective: Objective) -> Callable[[Tensor, Tensor], Tensor]:
+    """Losses `(rows,)` of outputs and targets with a row axis; the usual one of classifiers without the way through `vmap`."""
+    one_by_one: Callable[[Tensor, Tensor], Tensor] = vmap(objective.judge_loss, randomness="same")
+
+    def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.ndim != 3 or targets.ndim != 2 or targets.dtype != torch.long:
+            return one_by_one(outputs, targets)
+        each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return each.sum(1) / (targets != -100).sum(1)  # torch leaves examples with this label out
+
+    return cross_entropy if objective.loss is F.cross_entropy else one_by_one
 
 
 def _watched(module: nn.Module) -> bool:

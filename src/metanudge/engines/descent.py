@@ -116,18 +116,20 @@ class Descent:
 
 def take_gradient(parameter: Tensor) -> Tensor:
     """A parameter's gradient, taken out of it; zeros where there is none."""
-    g = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    g = parameter.grad
+    if g is None:
+        return torch.zeros_like(parameter, requires_grad=False)
     parameter.grad = None
-    return g.detach()
+    return g
 
 
 def row(g: Tensor) -> Tensor:
     """A gradient with a row axis, in the dtype of displacements."""
-    return g.to(torch.promote_types(g.dtype, torch.float32)).unsqueeze(0)
+    return (g if g.dtype.itemsize >= 4 else g.float()).unsqueeze(0)
 
 
 def _all_but_the_smallest(parameters: Mapping[str, Tensor]) -> list[str]:
-    sizes = {n: p.numel() for n, p in parameters.items() if p.dtype == torch.promote_types(p.dtype, torch.float32)}
+    sizes = {n: p.numel() for n, p in parameters.items() if p.dtype.itemsize >= 4}
     left = _LEFT * sum(sizes.values())
     for name in sorted(sizes, key=sizes.__getitem__):
         left -= sizes[name]

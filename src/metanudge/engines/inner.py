@@ -100,11 +100,14 @@ class Inner(ABC):
 
     @abstractmethod
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
-        """∇f(θ + d), rows as in `d`, with `shared` also by the shared parameters; its cost is one query gradient a row."""
+        """∇f(θ + d), rows as in `d`; its cost is one query gradient a row. With `shared` also the rows' sum by the shared parameters."""
 
     @abstractmethod
-    def shared_gradient(self, d: Params, offsets: Tensor | None) -> Params:
-        """Gradient of f̂(θ + d) + ν f(θ + d) by the shared parameters, rows as in `d`; without offsets f is not evaluated."""
+    def shared_gradient(self, d: Params, offsets: Tensor | None, weights: Sequence[float]) -> Params:
+        """Gradient of Σ_r w_r [f̂(θ + d_r) + ν_r f(θ + d_r)] by the shared parameters, with a row axis of length 1.
+
+        There is one weight per nudge; without offsets f is not evaluated.
+        """
 
     @abstractmethod
     def shared_hvp(self, d: Params, v: Params) -> Params:

@@ -12,7 +12,7 @@ they were. Hooks registered on parameters see the inner gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -179,8 +179,8 @@ class InplaceInner(Inner):
         self.cost.query_gradients += 1
         return self._collect() | (self._collect(self.problem.shared) if shared else {})
 
-    def shared_gradient(self, d: Params, offsets: Tensor | None) -> Params:
-        """Gradient of f̂ + ν f by the shared parameters alone."""
+    def shared_gradient(self, d: Params, offsets: Tensor | None, weights: Sequence[float]) -> Params:
+        """The weighted gradient of f̂ + ν f by the shared parameters alone."""
         self._write(d)
         with self._guard.sharing(adapting=False):
             self._backward(self._task.support, 0, "support", None)
@@ -188,7 +188,7 @@ class InplaceInner(Inner):
             if offsets is not None:
                 self._backward(self._task.query, 0, "query", offsets[0])
                 self.cost.query_gradients += 1
-        return self._collect(self.problem.shared)
+        return {n: leaf.mul_(weights[0]) for n, leaf in self._collect(self.problem.shared).items()}
 
     def shared_hvp(self, d: Params, v: Params) -> Params:
         """∂²f̂/∂ω∂φ v by double backward."""

@@ -20,7 +20,7 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from metanudge.engines.chain import Chain, Data
+from metanudge.engines.chain import Chain, Data, losses_of_rows
 from metanudge.engines.diagnosis import StackingError, cannot_stack, model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
 from metanudge.engines.randomness import Draws, minibatch
@@ -160,12 +160,16 @@ class StackedInner(Inner):
         rows = _rows(d)
         self.cost.query_gradients += rows
         if shared and self._omega:
-            still = {n: torch.zeros_like(p) for n, p in self._omega.items()}
+            leaves = {n: leaf.detach().requires_grad_() for n, leaf in d.items()}
+            omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
 
-            def both(d: Params, buffers: Params, support: Batch, query: Batch) -> Params:
-                return grad(lambda d: self._loss(d, buffers, query, step, "query")[0])(d | still)
+            def both(d: Params, buffers: Params, support: Batch, query: Batch) -> Tensor:
+                return self._loss(d, buffers, query, step, "query", self._theta | omega)[0]
 
-            return self._over_rows(both, rows, (d,), step, None)
+            losses = self._over_rows(both, rows, (leaves,), step, None)
+            g = torch.autograd.grad(losses.sum(), [*leaves.values(), *omega.values()], materialize_grads=True)
+            found = dict(zip([*leaves, *omega], g, strict=True))
+            return {n: leaf if n in leaves else leaf.unsqueeze(0) for n, leaf in found.items()}
         if self._chain is not None:
             return self._chain_gradient(d, [(self._stack.query, "query", None)], step)[1]
 
@@ -174,16 +178,20 @@ class StackedInner(Inner):
 
         return self._over_rows(row, rows, (d,), step, None)
 
-    def shared_gradient(self, d: Params, offsets: Tensor | None) -> Params:
-        """Gradient of f̂ + ν f by the shared parameters for all rows."""
+    def shared_gradient(self, d: Params, offsets: Tensor | None, weights: Sequence[float]) -> Params:
+        """The weighted gradient of f̂ + ν f by the shared parameters: first derivatives only, so autograd may sum over rows by itself."""
         rows = _rows(d)
         self._count(rows, offsets)
-        still = {n: torch.zeros_like(p) for n, p in self._omega.items()}
+        omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
 
-        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Params:
-            return grad(lambda e: self._nudged(d | e, nu, buffers, support, query, 0))(still)
+        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Tensor:
+            value = self._loss(d, buffers, support, 0, "support", self._theta | omega)[0]
+            return value if nu is None else value + nu * self._loss(d, buffers, query, 0, "query", self._theta | omega)[0]
 
-        return self._over_rows(row, rows, (d, offsets), 0, None, with_query=offsets is not None)
+        losses = self._over_rows(row, rows, (d, offsets), 0, None, with_query=offsets is not None).unflatten(0, (len(weights), -1))
+        total = sum((w * part.sum() for w, part in zip(weights[1:], losses[1:], strict=True)), weights[0] * losses[0].sum())
+        g = torch.autograd.grad(total, list(omega.values()), materialize_grads=True)
+        return {n: leaf.unsqueeze(0) for n, leaf in zip(omega, g, strict=True)}
 
     def shared_hvp(self, d: Params, v: Params) -> Params:
         """∂²f̂/∂ω∂φ v for all rows: the gradient by ω of ⟨∇_φ f̂, v⟩."""
@@ -211,7 +219,7 @@ class StackedInner(Inner):
             with torch.no_grad():
                 phi, query = self._moved(d), self._stack.query
                 portions = self._portions(query, "query", _rows(d))
-                judge = self.problem.objective.judge
+                judge = vmap(self.problem.objective.judge, randomness="same")
                 values = [
                     self._chain_losses({n: p[rows] for n, p in phi.items()}, data, targets, 0, "query", judge)
                     for rows, data, targets in portions
@@ -330,7 +338,7 @@ class StackedInner(Inner):
 
     def _chain_gradient(self, d: Params, parts: list[tuple[Batch, str, Tensor | None]], step: int) -> tuple[Tensor, Flat]:
         """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of their sum has every row's."""
-        phi, judge = self._moved(d), self.problem.objective.judge_loss
+        phi, judge = self._moved(d), losses_of_rows(self.problem.objective)
         total: Tensor | None = None
         gradient: Tensor | None = None
         for batch, which, weight in parts:
@@ -357,7 +365,7 @@ class StackedInner(Inner):
 
         def run() -> Any:
             self._draws.seed_for(step, which)
-            return vmap(judge, randomness="same")(chain.outputs(data, phi), targets)
+            return judge(chain.outputs(data, phi), targets)
 
         return self._explained(run)
 
@@ -523,6 +531,13 @@ def _rows(d: Params) -> int:
 
 def _detached(d: Params) -> Params:
     return {n: leaf.detach() for n, leaf in d.items()}
+
+
+def runs_trunk(problem: Problem, batch: TaskBatch) -> bool:
+    """Whether the model begins with convolution blocks that run as one operation on the data of all tasks."""
+    chain = Chain.of(problem)
+    sets = [data for stack in batch.stacks for data in (stack.support, stack.query)]
+    return chain is not None and all(_is_pair(data) and chain.runs_trunk(data[0]) for data in sets)
 
 
 def _is_pair(batch: Batch) -> bool:

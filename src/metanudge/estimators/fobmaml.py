@@ -44,6 +44,11 @@ class FOBMAML:
         unshrink: K steps from θ or φ_0 reach only part of the nudge's effect, 1 − (1 − αλ)^K of it where the support loss is flat:
             the estimate is that much too small. True divides the factor out. Adam does not care; SGD does.
 
+    A learned stiffness and shared layers get their part of the same identity, d/dν ∂_h[g + ν f] at the nudged solutions. It is the
+    implicit gradient, right where inner solves have converged, whatever the start: `"shifted"` does not turn these parts into those of
+    the K-step adaptation (its starting point depends on λ, which the identity leaves out). Shared layers cost one more gradient for each
+    nudged solve.
+
     Cost per task with K steps: symmetric loss nudge 2K support and 2K query gradients; symmetric gradient nudge 3K support
     gradients and one query gradient. Memory: that of the solver.
 

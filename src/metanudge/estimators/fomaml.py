@@ -13,7 +13,7 @@ from metanudge.solvers.base import Solver
 
 @dataclass(frozen=True)
 class FOMAML:
-    """g_i = ∇f_i(φ_i)  (paper, eq. 4). Biased, and the bias does not shrink with more inner steps.
+    """g_i = ∇f_i(φ_i)  (paper, eq. 4), by shared layers too. Biased, and the bias does not shrink with more inner steps.
 
     Cost per task: K support gradients and one query gradient.
     """

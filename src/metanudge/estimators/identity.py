@@ -47,7 +47,7 @@ def add_partials(
         if offsets is not None:
             dtype = next(iter(d.values())).dtype
             nu = torch.cat([torch.full((inner.tasks,), value, dtype=dtype, device=problem.device) for value in offsets])
-        total.add(inner.shared_gradient(d, nu), list(weights))
+        total.add(inner.shared_gradient(d, nu, weights), 1.0)
 
 
 def add_response(
@@ -65,9 +65,9 @@ def add_response(
 def query_gradient(total: MetaGradient, inner: Inner, d: Params) -> Params:
     """∇f(θ + d) by the parameters that adapt; by the shared ones it is the direct term, and added to `total`."""
     g = inner.query_gradient(d, shared=bool(inner.problem.shared))
-    total.check(inner.places, "query gradient", norm(g))
     if inner.problem.shared:
         total.add({n: g.pop(n) for n in inner.problem.shared}, 1.0)
+    total.check(inner.places, "query gradient", norm(g))
     return g
 
 

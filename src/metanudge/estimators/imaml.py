@@ -17,6 +17,8 @@ from metanudge.solvers.conjugate_gradient import conjugate_gradient
 class IMAML:
     """(I + ∇²f̂/λ) v = ∇f at φ_K  (paper, eq. 9), solved with `cg_steps` Hessian-vector products.
 
+    A learned stiffness gets −λ d ⊙ (∇²f̂ + λ)⁻¹∇f, shared layers ω get ∂_ω f − ∂²_ωφ f̂ (∇²f̂ + λ)⁻¹∇f, one more product.
+
     With `NewtonCG` as solver it is the Hessian-free variant of the iMAML paper.
 
     Args:

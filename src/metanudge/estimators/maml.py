@@ -14,7 +14,7 @@ from metanudge.solvers.base import LinearSolver, Solver
 
 @dataclass(frozen=True)
 class MAML:
-    """g_i = d f_i(φ_K(θ)) / dθ, exact for the algorithm that is run.
+    """g_i = d f_i(φ_K(θ)) / dθ, exact for the algorithm that is run; the same for a learned stiffness and shared layers.
 
     Args:
         truncate: differentiate through the last so many steps only and treat the Jacobian of the earlier ones as the identity:

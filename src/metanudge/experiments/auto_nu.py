@@ -1,4 +1,4 @@
-"""`nu="auto"` against a grid of ν: how far the meta-gradient is from the truth with the ν that chose itself, and with the best there is."""
+"""`nu="auto"` against a grid of ν: how far the meta-gradient is from the truth with the ν that chose itself, and with the best."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import metanudge as mn
-from metanudge.engines import Cost, StackedEngine
-from metanudge.engines.stacked import StackedInner
+from metanudge.engines import Cost, Inner, StackedEngine
 from metanudge.experiments import style
 from metanudge.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge.experiments.spread import short
-from metanudge.params import Params
+from metanudge.params import Params, norm, per_row
 from metanudge.problem import Nudge
 from metanudge.task import TaskBatch
 from metanudge.tasks import Quadratic
@@ -36,7 +35,7 @@ class Config:
     problems: tuple[str, ...] = ("quadratic", "logistic", "tanh", "relu")
     nudges: tuple[str, ...] = ("loss", "gradient")
     lam: float = 0.5
-    tasks: int = 16
+    tasks: int = 8
     seeds: int = 5
 
     @classmethod
@@ -78,7 +77,7 @@ def tanh(seed: int, tasks: int) -> Setup:
 
 
 def relu(seed: int, tasks: int) -> Setup:
-    """A convolutional network with ReLU and max-pooling on 8 × 8 images."""
+    """A convolutional network with ReLU and max-pooling on 12 × 12 images."""
 
     def build() -> nn.Module:
         return nn.Sequential(
@@ -89,10 +88,10 @@ def relu(seed: int, tasks: int) -> Setup:
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(16, 3),
+            nn.Linear(36, 3),
         )
 
-    return _classification(seed, tasks, (1, 8, 8), build)
+    return _classification(seed, tasks, (1, 12, 12), build)
 
 
 PROBLEMS: dict[str, Callable[[int, int], Setup]] = {"quadratic": quadratic, "logistic": logistic, "tanh": tanh, "relu": relu}
@@ -144,7 +143,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     if name != "relu":  # Newton's method finds no optimum among the kinks
         learner.solver = mn.NewtonCG(steps=60, cg_steps=200, tol=1e-11)
         exact, _ = gradient(mn.Exact())
-    learner.solver = mn.GradientDescent(lr=1 / (_curvature(learner, tasks) + config.lam), steps=steps)
+    learner.solver = mn.GradientDescent(lr=0.5 / (_curvature(learner, tasks) + config.lam), steps=steps)
     tangent, stats = gradient(mn.FOBMAML(stencil="tangent", nudge=nudge))
     rows: list[Row] = []
     for nu in (*GRID, None):
@@ -160,13 +159,19 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
 
 
 def _curvature(learner: mn.MetaLearner, tasks: TaskBatch) -> float:
-    """The largest curvature of the tasks' support losses at θ."""
-    with StackedEngine(chunk=256).session(learner.problem(), tasks, width=1, seed=0, cost=Cost()) as groups:
-        return max(_largest_eigenvalue(inner) for inner in groups if isinstance(inner, StackedInner))
+    """The largest curvature of the tasks' support losses at θ, by power iteration."""
+    with StackedEngine().session(learner.problem(), tasks, width=1, seed=0, cost=Cost()) as groups:
+        return max(_largest_curvature(inner) for inner in groups)
 
 
-def _largest_eigenvalue(inner: StackedInner) -> float:
-    return float(torch.linalg.eigvalsh(inner.hessian(inner.zeros(inner.tasks))).abs().max())
+def _largest_curvature(inner: Inner) -> float:
+    theta, generator = inner.zeros(inner.tasks), torch.Generator().manual_seed(0)
+    v = {n: torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator).to(leaf.device) for n, leaf in theta.items()}
+    for _ in range(30):
+        size = norm(v)
+        v = {n: leaf / per_row(size, leaf) for n, leaf in v.items()}
+        _, _, v = inner.data_hvp(theta, v, None, 0, None)
+    return float(norm(v).max())
 
 
 def _vector(gradient: Params) -> Tensor:
@@ -208,11 +213,15 @@ def cases(result: Result[Config], *, nudge: str, target: str | None = None) -> l
         if measured.cell["nudge"] != nudge or (key == "error_exact" and not rows[0]["smooth"]):
             continue
         (auto,) = [row for row in rows if row["auto"]]
-        best = min((row for row in rows if not row["auto"] and row[key] is not None), key=lambda row: float(row[key]))
-        error = math.inf if auto[key] is None else float(auto[key])
+        best = min((row for row in rows if not row["auto"] and _finite(row[key])), key=lambda row: float(row[key]))
+        error = float(auto[key]) if _finite(auto[key]) else math.inf
         where = (str(measured.cell["problem"]), int(measured.cell["steps"] or 0), nudge, int(measured.cell["seed"] or 0))
         found.append(Case(*where, nu=float(auto["nu"] or math.nan), error=error, best_nu=best["nu"], best_error=best[key]))
     return found
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def holds(found: list[Case]) -> bool:
@@ -259,8 +268,8 @@ def _alt(result: Result[Config], nudge: str) -> str:
     worst = max(found, key=lambda case: case.ratio)
     within = sum(case.ratio <= LIMIT for case in found)
     return (
-        f"Relative error of the meta-gradient ({nudge} nudge) against ν, both logarithmic, a star at the automatic ν. It is within {LIMIT:g} "
-        f"times the best of the grid in {within} of {len(found)} cases; the worst is {worst.ratio:.2g} times ({worst.problem}, "
+        f"Relative error of the meta-gradient ({nudge} nudge) against ν, both logarithmic, a star at the automatic ν. It is within "
+        f"{LIMIT:g} times the best of the grid in {within} of {len(found)} cases; the worst is {worst.ratio:.2g} times ({worst.problem}, "
         f"K = {worst.steps})."
     )
 
@@ -292,8 +301,8 @@ def judge(result: Result[Config]) -> Verdict:
     worst = max(found, key=lambda case: case.ratio)
     within = sum(case.ratio <= LIMIT for case in found)
     measured = (
-        f"With the loss nudge the automatic ν is within {LIMIT:g} times the best of the grid in {within} of {len(found)} cases; the worst is "
-        f"{worst.ratio:.2g} times ({TITLES[worst.problem]}, K = {worst.steps}, ν = {worst.nu:.3g} where {worst.best_nu:.3g} is best)."
+        f"With the loss nudge the automatic ν is within {LIMIT:g} times the best of the grid in {within} of {len(found)} cases; the worst "
+        f"is {worst.ratio:.2g} times ({TITLES[worst.problem]}, K = {worst.steps}, ν = {worst.nu:.3g} where {worst.best_nu:.3g} is best)."
     )
     other = cases(result, nudge="gradient")
     if other:
@@ -311,8 +320,8 @@ EXPERIMENT = Experiment(
     title="A ν that chooses itself",
     where="Appendix, Empirical Analysis of Hyperparameter Sensitivity",
     claim=(
-        "The paper leaves the choice of ν to a rule of thumb (0.1 to 0.5 for few inner steps, 0.01 or 0.001 for many) and automating it to "
-        'future work. Ours: nu="auto" comes within twice the best error of a grid of 13 ν, without knowing the truth.'
+        "The paper leaves the choice of ν to a rule of thumb (0.1 to 0.5 for few inner steps, 0.01 or 0.001 for many) and automating it "
+        'to future work. Ours: nu="auto" comes within twice the best error of a grid of 13 ν, without knowing the truth.'
     ),
     config=Config,
     cells=cells,
@@ -321,10 +330,10 @@ EXPERIMENT = Experiment(
     table=table,
     judge=judge,
     notes=(
-        "Errors are relative distances from the exact meta-gradient at the inner optimum (dense Hessian, Newton's method to 1e-11); for the "
-        "ReLU and max-pooling network, whose inner optimum lies among kinks where the implicit gradient is not defined, from the derivative "
-        "in ν of the same K steps (the tangent stencil), which the last column gives for all. Inner steps are gradient descent with the "
-        "learning rate 1/(L̂ + λ), L̂ the largest curvature of the support losses at θ. The automatic ν is what a learner with default "
-        "settings chooses at its first meta-step, from 7 ν on 4 of the 16 tasks."
+        "Errors are relative distances from the exact meta-gradient at the inner optimum (dense Hessian, Newton's method to 1e-11); for "
+        "the ReLU and max-pooling network, whose inner optimum lies among kinks where the implicit gradient is not defined, from the "
+        "derivative in ν of the same K steps (the tangent stencil), which the last column gives for all. Inner steps are gradient descent with the "
+        "learning rate 0.5/(L̂ + λ), L̂ the largest curvature of the support losses at θ. The automatic ν is what a learner with default "
+        "settings chooses at its first meta-step, from 7 ν on 4 of the 8 tasks."
     ),
 )

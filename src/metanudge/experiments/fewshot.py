@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -104,14 +104,20 @@ class Trial:
         return accuracy(self._learners[recipe.inner], self.source, split, tasks) if self.train(recipe) else 0.0
 
 
-def accuracy(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> float:
-    """Mean accuracy on the query sets of episodes 0 … tasks − 1 of a split after adaptation."""
+def accuracies(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> Tensor:
+    """Accuracy on the query sets of episodes 0 … tasks − 1 of a split after adaptation."""
     firsts = range(0, tasks, AT_ONCE)
-    found = [learner.evaluate(source.batch(range(first, min(first + AT_ONCE, tasks)), split)).accuracy for first in firsts]
-    return float(torch.cat(found).mean())
+    return torch.cat([learner.evaluate(source.batch(range(first, min(first + AT_ONCE, tasks)), split)).accuracy for first in firsts])
 
 
-def best_recipe(trial: Trial, recipes: list[Recipe], rounds: tuple[int, ...], *, keep: int, tasks: int) -> tuple[Recipe, list[Recipe], list[float]]:
+def accuracy(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> float:
+    """Their mean."""
+    return float(accuracies(learner, source, split, tasks).mean())
+
+
+def best_recipe(
+    trial: Trial, recipes: list[Recipe], rounds: tuple[int, ...], *, keep: int, tasks: int
+) -> tuple[Recipe, list[Recipe], list[float]]:
     """The recipe with the highest validation accuracy, found in rounds of growing length of which only the best few reach the next.
 
     Args:
@@ -137,15 +143,8 @@ def best_recipe(trial: Trial, recipes: list[Recipe], rounds: tuple[int, ...], *,
     return left[0], tried, scores
 
 
-@contextmanager
-def tensor_cores(device: torch.device) -> Iterator[None]:
-    """Matrix products and convolutions in TF32 on NVIDIA GPUs, as usual in training."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+def release(device: torch.device) -> None:
+    """Give back what earlier runs held on a GPU: recorded meta-steps keep their memory until they are collected."""
+    gc.collect()
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        torch.cuda.empty_cache()

@@ -81,12 +81,12 @@ def unrolled(model: nn.Module, task: Task, *, steps: int) -> None:
     for _ in range(steps):
         gradients = torch.autograd.grad(loss(phi, task.support), list(phi.values()), create_graph=True)
         phi = {n: p - RATE * (g + m.LAM * (p - theta[n])) for (n, p), g in zip(phi.items(), gradients, strict=True)}
-    loss(phi, task.query).backward()  # type: ignore[no-untyped-call]
+    loss(phi, task.query).backward()
 
 
 def _training_step(model: nn.Module, task: Task) -> Callable[[], object]:
     x, y = task.query
-    return lambda: nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+    return lambda: nn.functional.cross_entropy(model(x), y).backward()
 
 
 def memory(result: Result[Any], method: str, **where: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def cells(config: Config) -> list[Cell]:
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Bytes at the peak."""
     length = int(cell["length"] or 0)
-    options = {"d_model": config.width, "heads": config.heads, "hidden": config.hidden}
+    options: dict[str, Any] = {"d_model": config.width, "heads": config.heads, "hidden": config.hidden}
     model = m.seeded(0, lambda: TransformerBlock(ways=config.ways, length=length, **options), device)
     task = memory.random_task((length, config.width), ways=config.ways, shots=config.shots, queries=config.queries, device=device)
     return [memory.measure_step(str(cell["method"]), model, task, steps=config.steps, device=device)]

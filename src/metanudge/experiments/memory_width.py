@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def cells(config: Config) -> list[Cell]:
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Bytes at the peak."""
     width, length = int(cell["width"] or 0), config.length
-    options = {"heads": config.heads, "hidden": config.hidden, "length": length}
+    options: dict[str, Any] = {"heads": config.heads, "hidden": config.hidden, "length": length}
     model = m.seeded(0, lambda: TransformerBlock(ways=config.ways, d_model=width, **options), device)
     task = memory.random_task((length, width), ways=config.ways, shots=config.shots, queries=config.queries, device=device)
     return [memory.measure_step(str(cell["method"]), model, task, steps=config.steps, device=device)]

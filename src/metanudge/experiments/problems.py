@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import metanudge as mn
 from metanudge.engines import Cost, StackedEngine
 from metanudge.engines.stacked import StackedInner
-from metanudge.params import norm
+from metanudge.params import flatten, norm
 from metanudge.solvers import Solver
 from metanudge.task import TaskBatch
 
@@ -130,6 +130,12 @@ def landscape(learner: mn.MetaLearner, tasks: TaskBatch, solver: Solver | None =
             steps = torch.zeros(inner.tasks) if solution is None else solution.steps
             parts.append((norm(d), norm(slope), steps, torch.linalg.eigvalsh(inner.hessian(d))))
     return Landscape(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def displacements(learner: mn.MetaLearner, tasks: TaskBatch, solver: Solver) -> Tensor:
+    """φ − θ of every task where the solver stopped, `(tasks, n)`."""
+    with StackedEngine().session(learner.problem(), tasks, width=1, seed=0, cost=Cost()) as groups:
+        return torch.cat([flatten(inner.solve(solver).displacement) for inner in groups])
 
 
 def stable_rate(learner: mn.MetaLearner, tasks: TaskBatch, lam: float) -> float:

@@ -36,6 +36,7 @@ from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING, DataShapes, ch
 from metanudge.training.signals import CODES, StopRequest
 from metanudge.training.stiffness import stiffness
 from metanudge.training.summary import Outcome, facts, result_table, tested, write_summary
+from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
 T = TypeVar("T")
 
@@ -64,6 +65,9 @@ class Trainer:
         self.saved_step = self.step if plan.checkpoint is not None else None
         if config.chunk is None and state.get("chunk") is not None:
             self.learner.chunk = state["chunk"]
+        learner.tuner = NuTuner()  # trying the learner out may have chosen a ν already
+        if state.get("tuner") is not None:
+            learner.tuner.load_state_dict(state["tuner"])
         self._lrs = state.get("lrs") or [float(g["lr"]) for g in optimizer.param_groups]
         self._watch = DivergenceWatch()
         self._began = time.monotonic()
@@ -120,6 +124,7 @@ class Trainer:
         """The mean meta-gradient over all ranks' tasks, its statistics and a signal; raises before anything is changed."""
         tasks, own = self.config.tasks, self.group.slice(self.config.tasks)
         seed = mix(self.config.seed, 3, self.step)
+        self._choose_nu(seed)
         failure: NonFiniteError | None = None
         gradient: Params = {}
         stats: Stats | None = None
@@ -140,6 +145,23 @@ class Trainer:
             self.reporter.note(warning)
         kept = {name: value for name, value in result.values.items() if self._measured or not name.startswith("query_")}
         return result.gradient, {"step": self.step + 1, **kept}, result.signal
+
+    def _choose_nu(self, seed: int) -> None:
+        """Where ν is automatic and it is time, rank 0 chooses it on the first tasks of this meta-step, for all ranks."""
+        tuner, tasks = self.learner.tuner, self.config.tasks
+        if not is_automatic(self.learner.estimator) or self.step % tuner.interval(tasks):
+            return
+
+        def choose() -> tuple[dict[str, Any], NuEstimate]:
+            few, own = tuner.tasks(tasks), max(1, len(self.group.slice(tasks)))
+            batch = self.source.batch(range(self.step * tasks, self.step * tasks + few))
+            look = partial(self.learner.choose_nu, batch, seed=seed, rungs_at_once=max(1, own // few))
+            found = self._with_memory(look, rows=max(own, few) * self.learner.estimator.width)
+            return tuner.state_dict(), found
+
+        state, found = self.group.share(choose)
+        tuner.load_state_dict(state)
+        tuner.last = found
 
     @property
     def _measured(self) -> bool:
@@ -245,6 +267,7 @@ class Trainer:
             "lrs": self._lrs,
             "best": self.best,
             "chunk": self.learner.chunk,
+            "tuner": self.learner.tuner.state_dict() if is_automatic(self.learner.estimator) else None,
             "metrics_size": self._log.size,
         }
         weights = {part: module.state_dict() for part, module in weights_of(self.learner).items()}

@@ -28,7 +28,7 @@ def trunk_for(device: torch.device, dtype: torch.dtype, blocks: Sequence[Block])
         return CUDATrunk(blocks, precision="bf16") if torch.get_autocast_dtype("cuda") == torch.bfloat16 else None
     if torch.is_autocast_enabled(device.type):
         return None
-    if device.type == "cpu" and dtype in (torch.float32, torch.float64):
+    if device.type == "cpu" and dtype in (torch.float32, torch.float64) and CPUTrunk.suits(blocks):
         return CPUTrunk(blocks)
     return None
 

@@ -58,9 +58,10 @@ class LaterBlock:
         scale = deviation if gamma is None else gamma.abs() * deviation
         windows = phases(y)
         if gamma is not None and not positive and bool((gamma == 0).any()):
-            # All entries of a window are equal behind BatchNorm, so that the first wins; nothing of y is felt anywhere else.
+            # All entries of a window are equal behind BatchNorm, so that the first wins; a = 0, so that y is felt nowhere else.
+            flat = (gamma == 0).view(len(weight), *[1] * (y.ndim - 2), -1)
             for other in windows[1:]:
-                other.masked_fill_((gamma == 0).view(len(y), *[1] * (y.ndim - 2), -1), torch.finfo(y.dtype).min)
+                other.copy_(torch.where(flat, windows[0], other))
         pooled = largest(windows)
         flat = pooled.view(len(y), -1, y.shape[-1])
         out = flat * scale if beta is None else torch.addcmul(beta, flat, scale)

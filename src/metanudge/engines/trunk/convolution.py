@@ -24,6 +24,9 @@ class Convolution(Protocol):
     def border(self) -> tuple[int, ...]:
         """Zeros it needs around its inputs."""
 
+    def held(self, convolved: Sequence[int]) -> int:
+        """How many numbers it keeps for one example of a row, besides inputs and outputs."""
+
     def forward(self, z: Room, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
         """`(rows, examples, *convolved, out_channels)`, which the caller may overwrite, and what the derivative needs.
 
@@ -39,11 +42,16 @@ class Columns:
 
     def __init__(self, block: Block) -> None:
         self._kernel = block.kernel
+        self._channels = block.conv.in_channels
         self.border = block.padding
+
+    def held(self, convolved: Sequence[int]) -> int:
+        """The windows."""
+        return math.prod(convolved) * math.prod(self._kernel) * self._channels
 
     def forward(self, z: Room, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
         """The product of windows and filters."""
-        rows, examples, *sizes, channels = z.whole.shape
+        rows, examples, *sizes, _ = z.whole.shape
         spatial = [n - k + 1 for n, k in zip(sizes, self._kernel, strict=True)]
         m = self._side_by_side(weight.shape[1], spatial)
         windows, filters = self._windows(z.whole, spatial, m), _filters(weight, sign, m)
@@ -58,9 +66,8 @@ class Columns:
         dw = torch.bmm(windows.transpose(1, 2), g).view(rows, *outer, last + m - 1, channels, m, out)
         taps = [dw[..., i, :].narrow(-3, i, last) for i in range(m)]
         dw = (taps[0] if m == 1 else taps[0] + taps[1]) * scale.view(rows, *[1] * (len(outer) + 2), out)
-        # The windows' gradients overwrite the windows.
-        torch.bmm(g, (filters.view(rows, -1, m, out) * scale.unsqueeze(1)).view_as(filters).transpose(1, 2), out=windows)
-        parts = windows.view(rows, examples, *spatial[:-1], spatial[-1] // m, *outer, -1, m * channels)
+        scaled = (filters.view(rows, -1, m, out) * scale.unsqueeze(1)).view_as(filters)
+        parts = torch.bmm(g, scaled.transpose(1, 2)).view(rows, examples, *spatial[:-1], spatial[-1] // m, *outer, -1, m * channels)
         return _inside(self._put_back(parts, z.whole, m), self.border), dw.movedim((-1, -2), (1, 2))
 
     def _put_back(self, parts: Tensor, like: Tensor, m: int) -> Tensor:
@@ -77,7 +84,7 @@ class Columns:
                 target.copy_(parts[..., 0, :])
                 chunks.narrow(2, columns, chunks.shape[2] - columns).zero_()
             else:
-                target.add_(parts[(..., *first, slice(None))])
+                target.add_(_at(parts, first))
         return whole
 
     def _side_by_side(self, channels: int, spatial: Sequence[int]) -> int:
@@ -112,6 +119,13 @@ def _filters(weight: Tensor, sign: Tensor | None, m: int) -> Tensor:
     return both.view(rows, -1, m * out)
 
 
+def _at(parts: Tensor, place: tuple[int, ...]) -> Tensor:
+    """`parts[..., *place, :]`."""
+    for index in reversed(place):
+        parts = parts.select(-2, index)
+    return parts
+
+
 def _inside(whole: Tensor, border: tuple[int, ...]) -> Tensor:
     for axis, p in enumerate(border, 2):
         whole = whole.narrow(axis, p, whole.shape[axis] - 2 * p)
@@ -124,6 +138,10 @@ class Native:
     def __init__(self, block: Block) -> None:
         self._padding = list(block.padding)
         self.border = (0, 0)
+
+    def held(self, convolved: Sequence[int]) -> int:
+        """Nothing."""
+        return 0
 
     def forward(self, z: Room, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
         """One convolution a row."""

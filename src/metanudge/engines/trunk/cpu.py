@@ -20,6 +20,21 @@ from metanudge.engines.trunk.match import Block
 from metanudge.engines.trunk.patches import FirstBlock, Patches
 
 HELD = 1 << 25  # bytes of activations kept between a forward and a backward pass
+LARGEST_PATCH = 256  # numbers that one output of the first convolution sees
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The first block's data, and how the other blocks run on data of this size."""
+
+    patches: Patches
+    first: FirstBlock
+    later: list[LaterBlock]
+
+    @property
+    def borders(self) -> list[tuple[int, ...]]:
+        """What each block wants around its inputs, from the second block on; nothing around the outputs."""
+        return [*(block.border for block in self.later), (0,) * (len(self.patches.shape) - 1)]
 
 
 class CPUTrunk:
@@ -27,37 +42,45 @@ class CPUTrunk:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = tuple(blocks)
-        self._first = FirstBlock(blocks[0])
+
+    @staticmethod
+    def suits(blocks: Sequence[Block]) -> bool:
+        """Whether the covariance of the first block's windows is small enough to work with."""
+        return blocks[0].conv.in_channels * math.prod(blocks[0].kernel) <= LARGEST_PATCH
 
     def rows_at_once(self, inputs: Tensor) -> int:
         """So many that what they keep takes a few dozen megabytes."""
         _, examples, _, *spatial = inputs.shape
         numbers = 0
         for block in self._blocks:
-            convolved, spatial = block.convolved(spatial), list(block.pooled(spatial))
-            kept = math.prod(spatial) if block is self._blocks[0] else math.prod(convolved) + 2 * math.prod(spatial)
-            numbers += block.conv.out_channels * kept
+            convolved, pooled, channels = block.convolved(spatial), block.pooled(spatial), block.conv.out_channels
+            if block is not self._blocks[0]:
+                numbers += _convolution(block, examples, spatial, inputs.dtype).held(convolved)
+                numbers += channels * (math.prod(convolved) + math.prod(pooled))
+            numbers += channels * math.prod(pooled)
+            spatial = list(pooled)
         return max(1, HELD // (numbers * examples * inputs.element_size()))
 
-    def prepare(self, inputs: Tensor) -> Patches:
+    def prepare(self, inputs: Tensor) -> Prepared:
         """Windows of the data for the first block."""
-        return self._first.prepare(inputs)
-
-    def outputs(self, prepared: Patches, weights: Sequence[BlockWeights]) -> Tensor:
-        """Outputs `(rows, examples, channels, *spatial)`."""
+        first = FirstBlock(self._blocks[0])
+        patches = first.prepare(inputs)
+        examples, *spatial = patches.shape
         later = []
-        examples, *spatial = prepared.shape
         for block in self._blocks[1:]:
-            windows = examples * math.prod(block.convolved(spatial))
-            later.append(LaterBlock(_convolution(block, windows, prepared.windows.dtype), block.eps))
+            later.append(LaterBlock(_convolution(block, examples, spatial, inputs.dtype), block.eps))
             spatial = list(block.pooled(spatial))
-        out: Tensor = _Blocks.apply(self._first, later, prepared, *(leaf for block in weights for leaf in block))
+        return Prepared(patches, first, later)
+
+    def outputs(self, prepared: Prepared, weights: Sequence[BlockWeights]) -> Tensor:
+        """Outputs `(rows, examples, channels, *spatial)`."""
+        out: Tensor = _Blocks.apply(prepared, *(leaf for block in weights for leaf in block))
         return out.movedim(-1, 2)
 
 
-def _convolution(block: Block, windows: int, dtype: torch.dtype) -> Convolution:
-    conv = block.conv
-    large = windows >= 400 and min(conv.in_channels, conv.out_channels) >= 16
+def _convolution(block: Block, examples: int, spatial: Sequence[int], dtype: torch.dtype) -> Convolution:
+    """What is fastest: measured with 3×3 kernels, 16 to 64 channels, 3² to 14² pixels."""
+    large = examples * math.prod(block.convolved(spatial)) >= 400 and min(block.conv.in_channels, block.conv.out_channels) >= 16
     return Native(block) if len(block.kernel) == 2 and dtype == torch.float32 and large else Columns(block)
 
 
@@ -71,16 +94,17 @@ class _Blocks(torch.autograd.Function):
     """The blocks one after the other, and back."""
 
     @staticmethod
-    def forward(ctx: Any, first: FirstBlock, later: list[LaterBlock], patches: Patches, *tensors: Tensor | None) -> Tensor:
-        weights = [BlockWeights(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]  # type: ignore[arg-type]
-        borders = [block.border for block in later] + [(0,) * (len(patches.shape) - 1)]
-        z, kept = first.forward(patches, weights[0], borders[0])
+    def forward(ctx: Any, prepared: Prepared, *leaves: Tensor | None) -> Tensor:
+        weights = [BlockWeights(*leaves[i : i + 4]) for i in range(0, len(leaves), 4)]  # type: ignore[arg-type]
         gammas = [block.gamma for block in weights[1:] if block.gamma is not None]
         positive = not gammas or bool(torch.cat(gammas, 1).amin() > 0)
-        ctx.first, ctx.later, ctx.patches, ctx.kept = first, later, patches, _Kept(kept, [])
-        for block, own, border in zip(later, weights[1:], borders[1:], strict=True):
+        borders = prepared.borders
+        z, first = prepared.first.forward(prepared.patches, weights[0], borders[0])
+        kept = _Kept(first, [])
+        for block, own, border in zip(prepared.later, weights[1:], borders[1:], strict=True):
             z, here = block.forward(z, own, border, positive=positive)
-            ctx.kept.later.append(here)
+            kept.later.append(here)
+        ctx.prepared, ctx.kept = prepared, kept
         ctx.save_for_backward(z.inside)
         return z.inside
 
@@ -92,10 +116,11 @@ class _Blocks(torch.autograd.Function):
         assert kept is not None, "a second backward pass, but the first has overwritten what was kept"
         g = g.contiguous()
         gradients: list[BlockWeights] = []
-        for block, here in zip(reversed(ctx.later), reversed(kept.later), strict=True):
+        for block in reversed(ctx.prepared.later):
+            here = kept.later.pop()
             g, gradient = block.backward(g, out, here)
             out = here.z.inside
             gradients.append(gradient)
-        gradients.append(ctx.first.backward(g, out, ctx.patches, kept.first))
+        gradients.append(ctx.prepared.first.backward(g, out, kept.first))
         leaves = [leaf for gradient in reversed(gradients) for leaf in gradient]
-        return (None, None, None, *(leaf if needed else None for leaf, needed in zip(leaves, ctx.needs_input_grad[3:], strict=True)))
+        return (None, *(leaf if needed else None for leaf, needed in zip(leaves, ctx.needs_input_grad[1:], strict=True)))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-NORM_OF = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
-POOL_OF = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d}
+NORM_OF: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
+POOL_OF: dict[type, type] = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Match:
     def fits(self, inputs: Tensor) -> bool:
         """Whether inputs `(tasks, examples, channels, *spatial)` pass through all blocks; what does not is left to torch to refuse."""
         conv = self.blocks[0].conv
-        if inputs.ndim != 2 + conv.weight.ndim - 1 or inputs.shape[2] != conv.in_channels or inputs.dtype != conv.weight.dtype:
+        if inputs.ndim != 1 + conv.weight.ndim or inputs.shape[2] != conv.in_channels:
+            return False
+        if any(p.dtype != inputs.dtype for block in self.blocks for p in (*block.conv.parameters(), *block.norm.parameters())):
             return False
         spatial: tuple[int, ...] = tuple(inputs.shape[3:])
         for block in self.blocks:

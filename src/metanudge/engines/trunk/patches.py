@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -26,21 +26,39 @@ from metanudge.engines.trunk.pooling import largest, share
 from metanudge.engines.trunk.room import Room
 
 IN_CACHE = 1 << 19  # numbers of a piece of the convolution: what the passes over it find in a core's cache
+LARGEST_KEPT = 1 << 22  # bytes of one task's windows that are kept for all steps instead of being made anew in each
 
 
 @dataclass(frozen=True)
 class Patches:
-    """The windows of a data set that are pooled, by phase, centred, with a one at the end; and the covariance of all windows."""
+    """The windows of a data set, centred, and their covariance."""
 
-    windows: Tensor  # (tasks, phases, examples × pooled, in_channels × kernel + 1)
+    all: Tensor  # as a view of the inputs, not centred, (tasks, examples, *convolved, in_channels, *kernel)
+    mean: Tensor  # (tasks, 1, in_channels × kernel)
     covariance: Tensor  # (tasks, in_channels × kernel, in_channels × kernel), float64
     shape: tuple[int, ...]  # (examples, *pooled)
+    kept: Tensor | None  # `windows` where they are small
+
+    def windows(self) -> Tensor:
+        """Those that are pooled, by phase, with a one at the end: `(tasks, phases, examples × pooled, in_channels × kernel + 1)`."""
+        if self.kept is not None:
+            return self.kept
+        tasks, _, size = self.mean.shape
+        examples, *pooled = self.shape
+        parities = list(product(*([slice(i, 2 * n, 2) for i in (0, 1)] for n in pooled)))
+        windows = self.mean.new_empty(tasks, len(parities), examples * math.prod(pooled), size + 1)
+        for phase, parity in zip(windows.unbind(1), parities, strict=True):
+            chosen = self.all[(slice(None), slice(None), *parity)]
+            torch.sub(chosen.reshape(tasks, -1, size), self.mean, out=phase[..., :-1])
+        windows[..., -1] = 1.0
+        return windows
 
 
 @dataclass
 class Kept:
     """What the backward pass needs from the forward pass."""
 
+    windows: Tensor  # (tasks, phases, examples × pooled, in_channels × kernel + 1)
     w: Tensor  # the filters as they are, (rows, out_channels, in_channels × kernel)
     filters: Tensor  # [a w, β], (rows, in_channels × kernel + 1, out_channels)
     scale: Tensor  # a = γ/σ, (rows, out_channels, 1)
@@ -60,16 +78,22 @@ class FirstBlock:
         x = F.pad(inputs, tuple(p for size in reversed(padding) for p in (size, size)))
         for axis, size in enumerate(kernel, 3):
             x = x.unfold(axis, size, 1)
-        axes = len(kernel)
-        x = x.movedim(2, 2 + axes).flatten(2 + axes)  # (tasks, examples, *convolved, in_channels × kernel)
-        exact = x.flatten(1, -2).double()
-        exact = exact - exact.mean(1, keepdim=True)
-        covariance = torch.bmm(exact.transpose(1, 2), exact) / exact.shape[1]
-        pooled = [size // 2 for size in x.shape[2:-1]]
-        centred = exact.to(inputs.dtype).view_as(x)
-        parities = product(*([slice(i, 2 * n, 2) for i in (0, 1)] for n in pooled))
-        windows = torch.stack([centred[(slice(None), slice(None), *parity)].flatten(1, -2) for parity in parities], 1)
-        return Patches(F.pad(windows, (0, 1), value=1.0), covariance, (x.shape[1], *pooled))
+        x = x.movedim(2, 2 + len(kernel))  # (tasks, examples, *convolved, channels, *kernel)
+        tasks, examples, *convolved = x.shape[: 2 + len(kernel)]
+        size = x[0, 0].numel() // math.prod(convolved)
+        number = examples * math.prod(convolved)
+        # Moments about the channel's mean, which is nearly that of each entry (zeros at the border apart), so that nothing cancels.
+        centre = inputs.flatten(3).mean((1, 3), dtype=torch.float64).repeat_interleave(math.prod(kernel), 1).unsqueeze(1)
+        rest, products = centre.new_zeros(tasks, 1, size), centre.new_zeros(tasks, size, size)
+        for part in x.split(math.ceil(IN_CACHE / (tasks * math.prod(convolved) * size)), 1):
+            shifted = part.reshape(tasks, -1, size) - centre
+            rest += shifted.sum(1, keepdim=True) / number
+            products.baddbmm_(shifted.transpose(1, 2), shifted, alpha=1 / number)
+        covariance = products.baddbmm_(rest.transpose(1, 2), rest, alpha=-1)
+        mean = (centre + rest).to(x.dtype)
+        patches = Patches(x, mean, covariance, (examples, *(n // 2 for n in convolved)), None)
+        small = math.prod(x.shape[1:]) * x.element_size() <= LARGEST_KEPT
+        return replace(patches, kept=patches.windows()) if small else patches
 
     def forward(self, patches: Patches, weights: BlockWeights, border: tuple[int, ...]) -> tuple[Room, Kept]:
         """Outputs `(rows, examples, *pooled, out_channels)`, with room around them."""
@@ -82,18 +106,20 @@ class FirstBlock:
         scale = deviation if gamma is None else deviation * gamma.unsqueeze(-1)
         shift = torch.zeros_like(scale) if beta is None else beta.unsqueeze(-1)
         filters = torch.cat([w * scale, shift], -1).transpose(1, 2).contiguous()
-        out = filters.new_empty(len(filters), patches.windows.shape[2], filters.shape[2])
-        for rows, tasks, place in _pieces(patches, filters):
-            largest(_convolved(patches.windows[tasks, :, place], filters[rows]).unbind(1), out=out[rows, place])
-        return rectified(out.view(len(out), *patches.shape, -1), border), Kept(w, filters, scale, deviation, spread.to(w.dtype))
+        windows = patches.windows()
+        out = filters.new_empty(len(filters), windows.shape[2], filters.shape[2])
+        for rows, tasks, place in _pieces(windows, filters):
+            largest(_convolved(windows[tasks, :, place], filters[rows]).unbind(1), out=out[rows, place])
+        kept = Kept(windows, w, filters, scale, deviation, spread.to(w.dtype))
+        return rectified(out.view(len(out), *patches.shape, -1), border), kept
 
-    def backward(self, g: Tensor, out: Tensor, patches: Patches, kept: Kept) -> BlockWeights:
+    def backward(self, g: Tensor, out: Tensor, kept: Kept) -> BlockWeights:
         """Gradients with respect to the weights, from that of the outputs `out`."""
         filters = kept.filters
         g = torch.ops.aten.threshold_backward(g, out, 0).view(len(filters), -1, filters.shape[2])
         sums = g.new_zeros(len(filters), filters.shape[2], filters.shape[1])
-        for rows, tasks, place in _pieces(patches, filters):
-            windows = patches.windows[tasks, :, place]
+        for rows, tasks, place in _pieces(kept.windows, filters):
+            windows = kept.windows[tasks, :, place]
             convolved = _convolved(windows, filters[rows])
             shares = torch.empty_like(convolved)
             share(g[rows, place], convolved.unbind(1), shares.unbind(1))
@@ -121,9 +147,9 @@ def _add_products(sums: Tensor, shares: Tensor, windows: Tensor) -> None:
         sums.baddbmm_(part.transpose(1, 2), phase)
 
 
-def _pieces(patches: Patches, filters: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+def _pieces(windows: Tensor, filters: Tensor) -> Iterator[tuple[slice, slice, slice]]:
     """Rows, their tasks, and windows, in pieces that stay in the cache."""
-    tasks, number, places, _ = patches.windows.shape
+    tasks, number, places, _ = windows.shape
     size = number * filters.shape[2] * places
     each = math.ceil(tasks / math.ceil(tasks * size / IN_CACHE)) if size < IN_CACHE else 1
     step = math.ceil(places / math.ceil(size / IN_CACHE))

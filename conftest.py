@@ -1,0 +1,12 @@
+"""Settings of the whole suite."""
+
+import importlib.util
+
+import torch
+
+# The tests' tensors are tiny: one thread is faster than handing work over, much faster where cores are shared.
+torch.set_num_threads(1)
+
+# Triton comes with torch for CUDA; elsewhere the modules with its kernels cannot even be imported.
+TRITON = ["src/metanudge/engines/fused.py", "src/metanudge/engines/trunk/cuda.py", "src/metanudge/engines/trunk/kernels.py"]
+collect_ignore = [] if importlib.util.find_spec("triton") else TRITON
