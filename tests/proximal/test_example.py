@@ -10,9 +10,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "learned_stiffness.py"
 
 
-def test_stiffness_falls_where_it_was_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_stiffness_falls_where_it_was_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path))
     spec = importlib.util.spec_from_file_location("example_learned_stiffness", EXAMPLE)
     module = importlib.util.module_from_spec(spec)

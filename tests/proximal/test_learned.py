@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import metanudge as mn
+from allocations import Allocations, trainable_bytes
 from conformance import learner_for, small
 from implicit import implicit
-from problems import Setup, quadratic, relative_error
+from problems import Setup, quadratic, relative_error, seeded
 
 # torch's own forward-mode decompositions are scripted on first use.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -290,6 +291,23 @@ def test_learner_moves_with_its_stiffness():
     assert all(p.grad.dtype == torch.float32 for p in own.parameters())
 
 
+@pytest.mark.parametrize(("per", "copies"), [("scalar", 0), ("tensor", 0), ("parameter", 1)])
+def test_memory_in_place_grows_by_the_accumulator_alone(per: str, copies: int):
+    """One λ a tensor costs nothing; one per parameter an accumulator of the size of the model, and a product of one tensor at a time."""
+    model = seeded(0, lambda: nn.Sequential(*[nn.Linear(40, 40) for _ in range(8)]))
+    setup = Setup(model, nn.functional.mse_loss, mn.TaskBatch(*[(torch.zeros(2, 2, 40).double(),) * 2] * 2))
+
+    def peak(**options: str) -> int:
+        own = learner_for(setup, mn.FOBMAML(), "inplace", solver=mn.GradientDescent(0.1, 3), **options)
+        with Allocations() as seen:
+            result = own.meta_gradient(setup.tasks, metrics=False)
+        del result
+        return seen.peak
+
+    largest = 2 * 40 * 40 * 8
+    assert peak(learn_lam=per) <= 1.01 * (peak() + copies * trainable_bytes(model)) + largest * copies
+
+
 # --------------------------------------------------------------------------------------------------- bad input
 
 
@@ -328,3 +346,22 @@ def test_parameters_that_begin_to_adapt_later_have_no_stiffness():
     setup.model[0].weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"No stiffness is learned for 0\.weight"):
         own.backward(setup.tasks)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{"learn_lam": "tensor"}, {"learn_lam": "scalar", "adapt": "2.*"}], ids=["tensor", "shared"])
+def test_recorded_meta_steps_follow_the_stiffness(options: dict):
+    """A CUDA graph that was recorded once sees the λ of every later meta-step."""
+    results = []
+    for capture in (True, False):
+        setup = small()
+        own = learner_for(setup, mn.FOBMAML(), capture=capture, **options).cuda()
+        tasks = setup.tasks.to("cuda")
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+        for _ in range(5):
+            optimizer.zero_grad()
+            own.backward(tasks, seed=1, metrics=False)
+            optimizer.step()
+        results.append([p.detach() for p in own.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -49,7 +49,7 @@ class Captures:
             self._known.move_to_end(key)
             torch._foreach_copy_(known.inputs, _leaves(batch))
             known.graph.replay()
-            return known.result  # type: ignore[no-any-return]
+            return known.result
         if known == "seen":
             recording = self._record(batch, compute)
             self._known[key] = recording if recording is not None else "as it is"

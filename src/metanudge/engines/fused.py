@@ -1,6 +1,5 @@
 """One step of gradient descent for all rows in one pass over memory, as a Triton kernel."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import torch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Inner
-from metanudge.engines.stacked import StackedInner
+from metanudge.engines.vmapped import StackedInner
 from metanudge.estimators.base import MetaGradient, solve_plainly
 from metanudge.estimators.identity import add_response, query_gradient
 from metanudge.params import Params, flatten, unflatten, zeros_like

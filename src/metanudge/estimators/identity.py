@@ -1,8 +1,8 @@
-"""One identity for everything that is meta-learned: ∇F(h) = d/dν ∂_h[g + ν f](h, φ_ν) at ν = 0, ∂_h at fixed φ (paper, § 6).
+"""One identity for everything that is meta-learned: ∇F(h) = d/dν ∂_h[g + ν f](h, φ_ν) at ν = 0, ∂_h at fixed φ.
 
-g is the inner objective, f the outer one, h any of: θ, the centre of the proximal term; its learned stiffness; layers that all tasks
-share, of which f̂ and f depend directly. Estimators differ in how they take d/dν: by a difference of solutions (`add_partials`) or along
-the response dφ/dν (`add_response`).
+It completes the paper's General Discussion. g is the inner objective, f the outer one, h any of: θ, the centre of the proximal term; its
+learned stiffness; layers that all tasks share, on which f̂ and f depend directly. Estimators differ in how they take d/dν: by a
+difference of solutions (`add_partials`) or along the response dφ/dν (`add_response`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metanudge.engines import Inner
-from metanudge.engines.stacked import StackedInner
+from metanudge.engines.vmapped import StackedInner
 from metanudge.estimators.base import MetaGradient, refuse_stiffness
 from metanudge.params import norm
 from metanudge.problem import Problem

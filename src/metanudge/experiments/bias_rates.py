@@ -188,44 +188,55 @@ def laws(result: Result[Config], varied: str) -> dict[tuple[str, str, str], Law]
 def draw(result: Result[Config]) -> list[Drawing]:
     """Error against ν above, against δ below; a column for each problem; solid for the loss nudge, dashed for the gradient nudge."""
     problems = result.distinct("problem")
-    figure, axes = style.figure(len(problems), 2, width=1.2 + 4.4 * len(problems), height=8.0, squeeze=False)
+    figure, axes = style.figure(len(problems), 2, width=2.4 + 4.0 * len(problems), height=7.4, squeeze=False)
     for column, problem in enumerate(problems):
-        for line, (varied, symbol) in enumerate((("nu", "ν"), ("delta", "δ"))):
+        for line, varied in enumerate(("nu", "delta")):
             one = axes[line][column]
-            for (_, nudge, stencil), found in ((key, found) for key, found in laws(result, varied).items() if key[0] == problem):
-                _plot(one, found, nudge, stencil, symbol)
+            found = {key[1:]: value for key, value in laws(result, varied).items() if key[0] == problem}
+            for (nudge, stencil), value in found.items():
+                _plot(one, value, LOOKS[stencil], solid=nudge == "loss")
+            _write(one, found)
             one.set(xscale="log", yscale="log", xlabel=("ν, with exact inner solves", "δ, at the best ν")[line])
             one.yaxis.set_minor_formatter("")
-            if one.lines:
-                style.legend(one, beside=False, loc="lower right" if line == 0 else "upper left", fontsize=8)
+        axes[0][column].set_ylim(bottom=axes[0][column].get_ylim()[0] / 100)
         axes[0][column].set_title(problem, fontsize=10.5)
     for line in range(2):
         axes[line][0].set_ylabel("relative error of the meta-gradient")
+    _legend(figure)
     return [Drawing(figure, alt=_alt(result))]
 
 
-def _plot(axes: Any, found: Law, nudge: str, stencil: str, symbol: str) -> None:
+def _plot(axes: Any, found: Law, look: dict[str, Any], *, solid: bool) -> None:
     """Points, and the fitted line through those that it was fitted to."""
-    look = LOOKS[stencil]
-    solid = nudge == "loss"
-    name = f"{stencil}, {nudge} nudge: {symbol}^{found.slope:.2f} ({_fraction(found.theory)})"
-    size = {"markersize": 5.5, "markeredgecolor": look["color"], "markerfacecolor": look["color"] if solid else "none"}
-    axes.plot(found.x, found.error, linestyle="", color=look["color"], marker=look["marker"], **size)
+    mark = {**look, "markersize": 5.5, "markeredgecolor": look["color"], "markerfacecolor": look["color"] if solid else "none"}
+    axes.plot(found.x, found.error, linestyle="", **mark)
     x = [found.x[i] for i in found.fitted]
     if len(x) > 1:
         centre = math.fsum(math.log(found.error[i]) for i in found.fitted) / len(x)
         middle = math.fsum(math.log(value) for value in x) / len(x)
         line = [math.exp(centre + found.slope * (math.log(value) - middle)) for value in x]
-        axes.plot(
-            x,
-            line,
-            color=look["color"],
-            linewidth=1.6,
-            linestyle="-" if solid else (0, (4, 2)),
-            marker=look["marker"],
-            label=name,
-            **size,
-        )
+        axes.plot(x, line, color=look["color"], linewidth=1.6, linestyle="-" if solid else (0, (4, 2)))
+
+
+def _write(axes: Any, found: dict[tuple[str, str], Law]) -> None:
+    """The exponents of both nudges, a line for each stencil, in the corner that no curve reaches."""
+    for place, stencil in enumerate(reversed(dict.fromkeys(stencil for _, stencil in found))):
+        text = " | ".join(f"{one.slope:.2f}" for (_, name), one in found.items() if name == stencil)
+        where = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
+        axes.text(0.99, 0.02 + 0.065 * place, f"{stencil}  {text}", color=LOOKS[stencil]["color"], fontsize=9, **where)
+
+
+def _legend(figure: Any) -> None:
+    from matplotlib.lines import Line2D
+
+    theory = {name: f"ν^{order}, δ^{order}/{order + 1}" for name, order in ORDERS.items()} | {TANGENT: "δ"}
+    handles = [
+        Line2D([], [], linestyle="", markersize=6, label=f"{name}\n(theory: {theory[name]})", **look) for name, look in LOOKS.items()
+    ]
+    handles.append(Line2D([], [], color=style.INK, linewidth=1.6, label="loss nudge"))
+    handles.append(Line2D([], [], color=style.INK, linewidth=1.6, linestyle=(0, (4, 2)), label="gradient nudge"))
+    handles.append(Line2D([], [], linestyle="", label="numbers: fitted exponents,\nloss | gradient nudge"))
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9, labelcolor=style.INK, labelspacing=1.0)
 
 
 def _fraction(value: float) -> str:
@@ -235,7 +246,7 @@ def _fraction(value: float) -> str:
         >>> _fraction(2 / 3), _fraction(4.0)
         ('2/3', '4')
     """
-    known = {1 / 2: "1/2", 2 / 3: "2/3", 4 / 5: "4/5"}
+    known = {1 / 2: "1/2", 1 / 3: "1/3", 1 / 5: "1/5", 2 / 3: "2/3", 4 / 5: "4/5"}
     return known.get(value, f"{value:g}")
 
 
@@ -259,12 +270,7 @@ def table(result: Result[Config]) -> Table:
 
 
 def _exponent(slope: float, theory: float) -> Shown:
-    return Shown(
-        slope,
-        "–"
-        if math.isnan(slope)
-        else f"{slope:.3f} ({_fraction(theory) if theory != 1 / 3 and theory != 1 / 5 else f'1/{1 / theory:.0f}'})",
-    )
+    return Shown(slope, "–" if math.isnan(slope) else f"{slope:.3f} ({_fraction(theory)})")
 
 
 def judge(result: Result[Config]) -> Verdict:
@@ -272,7 +278,8 @@ def judge(result: Result[Config]) -> Verdict:
     paper, ours = [], []
     for varied, symbol in (("nu", "ν"), ("delta", "δ")):
         for (problem, nudge, stencil), found in laws(result, varied).items():
-            words = f"{stencil} differences with the {nudge} nudge go as {symbol}^{found.slope:.2f} on the {problem}, not {_fraction(found.theory)}"
+            theory = _fraction(found.theory)
+            words = f"{stencil} differences, {nudge} nudge, go as {symbol}^{found.slope:.2f} on the {problem}, not {symbol}^{theory}"
             if not found.inside:
                 words += " (the best ν lies at the edge of the scan)"
             claimed = nudge == "loss" and stencil in ("forward", "symmetric")
@@ -327,7 +334,7 @@ EXPERIMENT = Experiment(
         "One task each of two smooth problems that are not quadratic, in float64, against the implicit gradient with a dense Hessian. "
         "“Exact” solves are Newton's method down to rounding; solves of precision δ are exact ones moved by δ in a random direction of "
         "their own. The best ν is the best of a scan over multiples of δ^1/(p+1). The five-point stencil (O(ν⁴), so O(δ^4/5)), the "
-        "gradient nudge and the tangent are ours; the tangent has no ν, its δ is that of gradient descent after some steps, and its error "
-        "is O(δ)."
+        "gradient nudge and the tangent are ours; the tangent has no ν, its δ is that of gradient descent after some steps, and its "
+        "error is O(δ)."
     ),
 )

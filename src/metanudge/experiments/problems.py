@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.engines import Cost, StackedEngine
-from metanudge.engines.stacked import StackedInner
+from metanudge.engines.vmapped import StackedInner
 from metanudge.params import flatten, norm
 from metanudge.solvers import Solver
 from metanudge.task import TaskBatch

@@ -4,7 +4,6 @@ Activations lie as `(rows, examples, height, width, channels)`. Every sum over e
 fixed order, so a result does not depend on which tile came first.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 from __future__ import annotations
 
 import triton

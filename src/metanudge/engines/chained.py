@@ -1,0 +1,179 @@
+"""Tasks side by side with native kernels: models that are chains of common layers (see `chain`).
+
+First derivatives run here; second-order estimators take the general path that this one extends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from metanudge.engines.chain import Chain, Data, losses_of_rows
+from metanudge.engines.inner import Cost, Measured, NudgedOracle
+from metanudge.engines.randomness import Draws
+from metanudge.engines.trunk import triton_works
+from metanudge.engines.vmapped import StackedInner, num_rows, repeated
+from metanudge.params import Flat, Params, norm
+from metanudge.problem import Nudge, Problem
+from metanudge.proximal import Diagonal
+from metanudge.task import Batch, Stack
+
+
+class ChainedInner(StackedInner):
+    """Tasks of equal shape side by side, for a model that is a chain."""
+
+    def __init__(self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost) -> None:
+        super().__init__(problem, stack, nudges_at_once, draws, cost)
+        chain = Chain.of(problem)
+        assert chain is not None
+        self._chain = chain
+        self._shapes = {n: leaf.shape for n, leaf in self._theta.items()}
+        self._first: dict[tuple[str, int | None], tuple[Tensor, Tensor]] = {}
+        self._prepared: dict[str, tuple[Tensor, list[Data]]] = {}
+
+    @cached_property
+    def _flat_theta(self) -> Tensor:
+        return torch.cat([leaf.flatten() for leaf in self._theta.values()])
+
+    def zeros(self, rows: int) -> Params:
+        """Zero displacements, in one matrix."""
+        dtype = next(iter(self.problem.theta_dtypes.values()))
+        return Flat(torch.zeros(rows, self._flat_theta.numel(), dtype=dtype, device=self.problem.device), self._shapes)
+
+    def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
+        """Where kernels for it exist, oracles that descend in one pass over memory."""
+        if shift is not None or not _fuses(self.problem):
+            return super().oracle(offsets, nudge, force, shift)
+        return FusedOracle(self, offsets, nudge, force, None)
+
+    def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
+        """Losses and gradient of f̂ + ν f for all rows."""
+        self._count(num_rows(d), offsets)
+        parts: list[tuple[Batch, str, Tensor | None]] = [(self._minibatch_of_support(step, batch_size), "support", None)]
+        if offsets is not None:
+            parts.append((self._stack.query, "query", offsets))
+        return self._gradient(d, parts, step)
+
+    def gradient_at_theta(self, d: Params, offsets: Tensor | None, batch_size: int | None) -> tuple[Tensor, Params]:
+        """At θ all nudges of a task are alike: one evaluation a task serves them all, in this solve and in later ones."""
+        rows = num_rows(d)
+        self._count(rows, offsets)
+        losses, g = (known.repeat(rows // self.tasks, *[1] * (known.ndim - 1)) for known in self._at_theta("support", batch_size))
+        if offsets is not None:
+            query = (known.repeat(rows // self.tasks, *[1] * (known.ndim - 1)) for known in self._at_theta("query", None))
+            losses, g = (torch.addcmul(a, b, offsets.view(-1, *[1] * (b.ndim - 1))) for a, b in zip((losses, g), query, strict=True))
+        return losses, Flat(g, self._shapes)
+
+    def _at_theta(self, which: str, batch_size: int | None) -> tuple[Tensor, Tensor]:
+        """Losses and gradients of the tasks at θ in the first inner step."""
+        if (which, batch_size) not in self._first:
+            batch = self._minibatch_of_support(0, batch_size) if which == "support" else self._stack.query
+            losses, g = self._gradient(self.zeros(self.tasks), [(batch, which, None)], 0)
+            self._first[which, batch_size] = losses, g.matrix
+        return self._first[which, batch_size]
+
+    def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
+        """∇f(θ + d) for all rows."""
+        if shared and self._omega:
+            return super().query_gradient(d, step, shared=True)
+        self.cost.query_gradients += num_rows(d)
+        return self._gradient(d, [(self._stack.query, "query", None)], step)[1]
+
+    def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
+        """Query loss and accuracy at θ + d for all rows."""
+        if shift is not None:
+            d = shift if d is None else {n: leaf + shift[n] for n, leaf in d.items()}
+        d = self.zeros(self.tasks) if d is None else d
+        judge = vmap(self.problem.objective.judge, randomness="same")
+        with torch.no_grad():
+            phi = self._moved(d)
+            values = [
+                self._losses({n: p[rows] for n, p in phi.items()}, data, targets, 0, "query", judge)
+                for rows, data, targets in self._portions(self._stack.query, "query", num_rows(d))
+            ]
+        return Measured(*(torch.cat(column) for column in zip(*values, strict=True)))
+
+    def _gradient(self, d: Params, parts: list[tuple[Batch, str, Tensor | None]], step: int) -> tuple[Tensor, Flat]:
+        """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of their sum has every row's."""
+        phi, judge = self._moved(d), losses_of_rows(self.problem.objective)
+        total: Tensor | None = None
+        gradient: Tensor | None = None
+        for batch, which, weight in parts:
+            losses, pieces = [], []
+            for rows, data, targets in self._portions(batch, which, num_rows(d)):
+                leaves = [leaf[rows].detach().requires_grad_() for leaf in phi.values()]
+                value = self._losses(dict(zip(phi, leaves, strict=True)), data, targets, step, which, judge)
+                value = value if weight is None else value * weight[rows]
+                g = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
+                losses.append(value.detach())
+                pieces.append(torch.cat([piece.flatten(1) for piece in g], dim=1))
+            value = torch.cat(losses) if len(losses) > 1 else losses[0]
+            matrix = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+            total = value if total is None else total + value
+            gradient = matrix if gradient is None else gradient.add_(matrix)
+        assert total is not None
+        assert gradient is not None
+        return total, Flat(gradient.to(next(iter(d.values())).dtype), self._shapes)
+
+    def _losses(self, phi: Params, data: Data, targets: Tensor, step: int, which: str, judge: Callable[..., Any]) -> Any:
+        """What `judge` makes of the outputs of some rows at φ."""
+
+        def run() -> Any:
+            self._draws.seed_for(step, which)
+            return judge(self._chain.outputs(data, phi), targets)
+
+        return self._explained(run)
+
+    def _portions(self, batch: Batch, which: str, rows: int) -> Iterator[tuple[slice, Data, Tensor]]:
+        """The rows that the chain takes at once, with their tasks' data and targets."""
+        inputs, targets = batch
+        known = self._prepared.get(which)
+        if known is None or known[0] is not inputs:
+            known = self._prepared[which] = (inputs, self._explained(lambda: self._data(inputs)))
+        portions = known[1]
+        limit = portions[0].rows_at_once
+        if len(portions) == 1 and (limit is None or rows <= limit):
+            yield slice(0, rows), portions[0], repeated(targets, rows // self.tasks)
+            return
+        for first in range(0, rows, self.tasks):
+            for data in portions:
+                yield slice(first + data.tasks.start, first + data.tasks.stop), data, targets[data.tasks]
+
+    def _data(self, inputs: Tensor) -> list[Data]:
+        with torch.no_grad():
+            return self._chain.prepare(inputs)
+
+    def _moved(self, d: Params) -> Params:
+        """φ = θ + d."""
+        if isinstance(d, Flat):
+            return d.like((self._flat_theta + d.matrix).to(self._flat_theta.dtype))
+        return {n: (self._theta[n] + leaf).to(self._theta[n].dtype) for n, leaf in d.items()}
+
+
+class FusedOracle(NudgedOracle):
+    """Nudged problems on a CUDA device that take a whole step of gradient descent in one kernel."""
+
+    def descend(self, d: Params, lr: float, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
+        """d ← d − lr ∇g(d), in place; data losses and ‖∇g‖ at the old d."""
+        from metanudge.engines import fused
+
+        loss, g = self.data_gradient(d, step, batch_size)
+        proximal, pull = self.inner.problem.proximal, self._pull
+        if isinstance(d, Flat) and isinstance(g, Flat) and isinstance(proximal, Diagonal) and isinstance(pull, Flat | None):
+            assert proximal.common is not None
+            matrix = None if pull is None else pull.matrix
+            return loss, fused.step(d.matrix, g.matrix, proximal.common, matrix, self._pull_scale, lr)
+        self.complete(g, d)
+        for name, leaf in d.items():
+            leaf.add_(g[name], alpha=-lr)
+        return loss, norm(g)
+
+
+def _fuses(problem: Problem) -> bool:
+    on_cuda = problem.device.type == "cuda" and triton_works() and set(problem.theta_dtypes.values()) == {torch.float32}
+    return on_cuda and isinstance(problem.proximal, Diagonal) and problem.proximal.common is not None

@@ -1,0 +1,363 @@
+"""Tasks side by side with `torch.func`: any model that works under `vmap`.
+
+Every gradient is `vmap(grad(...))` over rows; derivatives are always taken inside `vmap`, never outside it: `grad(vmap(...))`
+gives wrong second derivatives through `F.batch_norm` (2–5 % off, silently, in torch 2.13). Buffers are copied for every evaluation and
+thrown away, so running statistics stay as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from metanudge.engines.diagnosis import StackingError, cannot_stack, model_refuses
+from metanudge.engines.inner import Cost, Inner, Measured
+from metanudge.engines.randomness import Draws, minibatch
+from metanudge.params import Flat, Params, flatten, norm, unflatten
+from metanudge.problem import LossError, Problem
+from metanudge.solvers.base import LinearSolver, Solution
+from metanudge.task import Batch, Stack, map_tensors, num_examples
+
+_COLUMNS_AT_ONCE = 32
+
+
+class StackedInner(Inner):
+    """Tasks of equal shape side by side under `vmap`."""
+
+    def __init__(self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost) -> None:
+        super().__init__(problem, stack.places, cost)
+        self._stack = stack
+        self._nudges_at_once = nudges_at_once
+        self._draws = draws
+        self._theta = problem.theta
+        self._omega = {n: p.detach() for n, p in problem.shared.items()}
+        model = problem.objective.model
+        self._buffers = {f"model.{n}": b.detach() for n, b in model.named_buffers()}
+        # Only a module in training mode writes its buffers; then every row needs its own copy to write to.
+        self._buffers_written = any(m.training and next(m.buffers(recurse=False), None) is not None for m in model.modules())
+
+    @property
+    def nudges_at_once(self) -> int:
+        """As many as the chunk allows."""
+        return self._nudges_at_once
+
+    def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
+        """Losses and gradient of f̂ + ν f for all rows."""
+        rows = num_rows(d)
+        self._count(rows, offsets)
+
+        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> tuple[Params, Tensor]:
+            def loss(d: Params) -> tuple[Tensor, Tensor]:
+                value = self._nudged(d, nu, buffers, support, query, step)
+                return value, value.detach()
+
+            return grad(loss, has_aux=True)(d)
+
+        g, losses = self._over_rows(row, rows, (d, offsets), step, batch_size, with_query=offsets is not None)
+        return losses, g
+
+    @property
+    def theta(self) -> Params:
+        """θ."""
+        return self._theta
+
+    def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
+        """∇f(θ + d) for all rows."""
+        rows = num_rows(d)
+        self.cost.query_gradients += rows
+        if shared and self._omega:
+            leaves = {n: leaf.detach().requires_grad_() for n, leaf in d.items()}
+            omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
+
+            def both(d: Params, buffers: Params, support: Batch, query: Batch) -> Tensor:
+                return self._loss(d, buffers, query, step, "query", self._theta | omega)[0]
+
+            losses = self._over_rows(both, rows, (leaves,), step, None)
+            g = torch.autograd.grad(losses.sum(), [*leaves.values(), *omega.values()], materialize_grads=True)
+            found = dict(zip([*leaves, *omega], g, strict=True))
+            return {n: leaf if n in leaves else leaf.unsqueeze(0) for n, leaf in found.items()}
+
+        def row(d: Params, buffers: Params, support: Batch, query: Batch) -> Params:
+            return grad(lambda d: self._loss(d, buffers, query, step, "query")[0])(d)
+
+        return self._over_rows(row, rows, (d,), step, None)
+
+    def shared_gradient(self, d: Params, offsets: Tensor | None, weights: Sequence[float]) -> Params:
+        """The weighted gradient of f̂ + ν f by the shared parameters: first derivatives only, so autograd may sum over rows by itself."""
+        rows = num_rows(d)
+        self._count(rows, offsets)
+        omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
+
+        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Tensor:
+            value = self._loss(d, buffers, support, 0, "support", self._theta | omega)[0]
+            return value if nu is None else value + nu * self._loss(d, buffers, query, 0, "query", self._theta | omega)[0]
+
+        losses = self._over_rows(row, rows, (d, offsets), 0, None, with_query=offsets is not None).unflatten(0, (len(weights), -1))
+        total = sum((w * part.sum() for w, part in zip(weights[1:], losses[1:], strict=True)), weights[0] * losses[0].sum())
+        g = torch.autograd.grad(total, list(omega.values()), materialize_grads=True)
+        return {n: leaf.unsqueeze(0) for n, leaf in zip(omega, g, strict=True)}
+
+    def shared_hvp(self, d: Params, v: Params) -> Params:
+        """∂²f̂/∂ω∂φ v for all rows: the gradient by ω of ⟨∇_φ f̂, v⟩."""
+        rows = num_rows(d)
+        still = {n: torch.zeros_like(p) for n, p in self._omega.items()}
+
+        def row(d: Params, v: Params, buffers: Params, support: Batch, query: Batch) -> Params:
+            def along(e: Params) -> Tensor:
+                g = grad(lambda d: self._nudged(d | e, None, buffers, support, query, 0))(d)
+                return torch.stack([(leaf * v[n]).sum() for n, leaf in g.items()]).sum()
+
+            return grad(along)(still)
+
+        mixed = self._over_rows(row, rows, (d, v), 0, None, with_query=False, second_order=True)
+        self._count(rows, None)
+        self.cost.hessian_products += rows
+        return mixed
+
+    def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
+        """Query loss and accuracy at θ + d for all rows."""
+        if shift is not None:
+            d = shift if d is None else {n: leaf + shift[n] for n, leaf in d.items()}
+        d = self.zeros(self.tasks) if d is None else d
+
+        def row(d: Params, buffers: Params, support: Batch, query: Batch) -> tuple[Tensor, Tensor]:
+            return self._loss(d, buffers, query, 0, "query")
+
+        with torch.no_grad():
+            return Measured(*self._over_rows(row, num_rows(d), (d,), 0, None))
+
+    def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
+        """f̂ + ν f without gradients."""
+
+        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Tensor:
+            return self._nudged(d, nu, buffers, support, query, step)
+
+        with torch.no_grad():
+            return self._over_rows(row, num_rows(d), (d, offsets), step, None, with_query=offsets is not None)
+
+    def data_hvp(self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params, Params]:
+        """Losses, gradient and Hessian-vector product: forward over reverse, reverse over reverse where that is missing."""
+        rows = num_rows(d)
+        _load_forward_mode()
+
+        def row(d: Params, v: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Any:
+            def gradient(d: Params) -> tuple[Params, Tensor]:
+                def loss(d: Params) -> tuple[Tensor, Tensor]:
+                    value = self._nudged(d, nu, buffers, support, query, step)
+                    return value, value.detach()
+
+                return grad(loss, has_aux=True)(d)
+
+            if forward_mode:
+                g, hv, value = jvp(gradient, (d,), (v,), has_aux=True)  # type: ignore[misc]
+            else:
+                g, pull_back, value = vjp(gradient, d, has_aux=True)  # type: ignore[misc]
+                (hv,) = pull_back(v)
+            return value, g, hv
+
+        forward_mode = True
+        arguments = (row, rows, (d, v, offsets), step, batch_size, offsets is not None)
+        try:
+            losses, g, hv = self._over_rows(*arguments, diagnose=False, second_order=True)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (NotImplementedError, RuntimeError):
+            forward_mode = False  # the Hessian is symmetric, so the transposed product is the product
+            losses, g, hv = self._over_rows(*arguments, second_order=True)
+        self._count(rows, offsets)
+        self.cost.hessian_products += rows
+        return losses, g, hv
+
+    def unrolled_gradient(self, solver: LinearSolver, *, truncate: int | None) -> tuple[Params, Solution]:
+        """d f(φ_K(h)) / dh for all meta-parameters h through the last `truncate` steps of the solver, and the solution φ_K.
+
+        Displacements before those steps count as constants, so that `truncate=0` is FO-MAML and `truncate=steps` is MAML.
+        """
+        unrolled = solver.steps if truncate is None else min(truncate, solver.steps)
+        proximal = self.problem.proximal
+        h = {n: p.detach() for n, p in self.problem.meta_parameters.items()}
+
+        def row(start: Params, chosen: list[Tensor], buffers: Params, support: Batch, query: Batch) -> Any:
+            def outer(h: Params) -> Any:
+                force, mu = proximal.bind({n: h[n] for n in self._theta}, {n: h[n] for n in proximal.learned})
+                d, memory = start, solver.memory(start)
+                losses, residuals = [], []
+                for step in range(solver.steps):
+                    if step == solver.steps - unrolled:
+                        d, memory = _detached(d), _detached(memory)
+                    batch = map_tensors(lambda t, i=step: t[chosen[i]], support) if chosen else support
+
+                    def inner(d: Params, batch: Batch = batch, step: int = step) -> tuple[Tensor, Tensor]:
+                        value = self._loss(d, buffers, batch, step, "support", h)[0]
+                        return value, value.detach()
+
+                    g, loss = grad(inner, has_aux=True)(d)
+                    g = {n: leaf + g[n] for n, leaf in force(d).items()}
+                    d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
+                    losses.append(loss)
+                    residuals.append(norm({n: leaf.detach().unsqueeze(0) for n, leaf in g.items()})[0])
+                d = solver.result(d, memory)
+                d = d if unrolled else _detached(d)
+                value = self._loss(d, buffers, query, 0, "query", h)[0]
+                return value, (torch.stack(losses).detach(), torch.stack(residuals), _detached(d))
+
+            return grad(outer, has_aux=True)(h)
+
+        chosen = self._minibatches(solver.steps, solver.batch_size)
+        arguments = (self.zeros(self.tasks), chosen)
+        g, (losses, residuals, d) = self._over_rows(row, self.tasks, arguments, 0, None, second_order=True)
+        self.cost.support_gradients += self.tasks * solver.steps
+        self.cost.query_gradients += self.tasks
+        self.cost.hessian_products += self.tasks * unrolled
+        residual = residuals[:, -1]
+        steps = torch.full((self.tasks,), solver.steps, device=self.problem.device)
+        return g, Solution(d, steps, residual, residual / self.problem.smallest_lam, losses.T, residuals.T)
+
+    def hessian(self, d: Params) -> Tensor:
+        """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`, some columns at a time."""
+        size = sum(leaf[0].numel() for leaf in d.values())
+        columns = []
+        for first in range(0, size, _COLUMNS_AT_ONCE):
+            count = min(_COLUMNS_AT_ONCE, size - first)
+            basis = torch.zeros(count, size, dtype=next(iter(d.values())).dtype, device=self.problem.device)
+            basis[:, first : first + count] = torch.eye(count)
+            v = unflatten(basis.repeat_interleave(self.tasks, 0), d)
+            repeated = {n: torch.cat([leaf] * count) for n, leaf in d.items()}
+            columns.append(flatten(self.data_hvp(repeated, v, None, 0, None)[2]).unflatten(0, (count, self.tasks)))
+        return torch.cat(columns).permute(1, 2, 0)
+
+    def apart(self, row: int) -> Inner:
+        """One task of the group."""
+        return type(self)(self.problem, self._stack[row : row + 1], self._nudges_at_once, self._draws, self.cost)
+
+    def _loss(
+        self, d: Params, buffers: Params, batch: Batch, step: int, which: str, theta: Params | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and accuracy of one row at θ + d, with the shared parameters as they are unless d moves them too."""
+        theta = self._theta | self._omega if theta is None else theta
+        self._draws.seed_for(step, which)
+        phi = {f"model.{n}": theta[n] for n in self._omega if n not in d}
+        phi |= {f"model.{n}": (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
+        # Fresh copies: a module may write its buffers, and what it writes must not outlive this evaluation.
+        kept = {n: b.clone() for n, b in buffers.items()} if self._buffers_written else buffers
+        return functional_call(self.problem.objective, (phi, kept), (batch,))
+
+    def _nudged(self, d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch, step: int) -> Tensor:
+        value = self._loss(d, buffers, support, step, "support")[0]
+        return value if nu is None else value + nu * self._loss(d, buffers, query, step, "query")[0]
+
+    def _over_rows(
+        self,
+        function: Callable[..., Any],
+        rows: int,
+        arguments: Sequence[Any],
+        step: int,
+        batch_size: int | None,
+        with_query: bool = True,
+        *,
+        diagnose: bool = True,
+        second_order: bool = False,
+    ) -> Any:
+        """`vmap` a function of one row's arguments, buffers, support and query over all rows."""
+        arguments = [dict(argument) if isinstance(argument, Flat) else argument for argument in arguments]  # vmap knows plain dicts only
+        repeats = rows // self.tasks
+        support = self._minibatch_of_support(step, batch_size)
+        data = [repeated(support, repeats), repeated(self._stack.query, repeats) if with_query else None]
+        buffers = self._buffers
+        if self._buffers_written:
+            buffers = {n: b.expand(rows, *b.shape) for n, b in buffers.items()}
+        in_dims = (
+            *(None if argument is None else 0 for argument in arguments),
+            0 if self._buffers_written else None,
+            *(map_tensors(lambda _: 0, _constants_apart(batch)) for batch in data),
+        )
+
+        def run() -> Any:
+            # The fused attention kernels know no second derivatives and, on a CPU, no vmap.
+            plain = second_order or self.problem.device.type == "cpu"
+            with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
+                return vmap(function, in_dims=in_dims, randomness="same")(*arguments, buffers, *data)
+
+        return self._explained(run) if diagnose else run()
+
+    def _explained(self, run: Callable[[], Any]) -> Any:
+        """Run, and where it fails say which sub-module and what to do."""
+        try:
+            return run()
+        except (torch.cuda.OutOfMemoryError, LossError):
+            raise
+        except (RuntimeError, NotImplementedError, IndexError, ValueError, AssertionError) as error:
+            raise self._diagnosed(run, error) from error
+
+    def _diagnosed(self, run: Callable[[], Any], error: Exception) -> Exception:
+        """Tell a model that refuses its data from one that cannot be stacked: only the latter runs by itself."""
+        task = self._stack.task(0)
+        for which, batch in (("support", task.support), ("query", task.query)):
+            try:
+                with torch.no_grad():
+                    buffers = {n: b.clone() for n, b in self._buffers.items()}
+                    functional_call(self.problem.objective, buffers, (batch,))
+            except LossError:
+                raise
+            except (RuntimeError, IndexError, ValueError, AssertionError) as alone:
+                return model_refuses(self.problem, batch, which, alone)
+        return error if isinstance(error, StackingError) else cannot_stack(self.problem, run, error)
+
+    def _count(self, rows: int, offsets: Tensor | None) -> None:
+        self.cost.support_gradients += rows
+        self.cost.query_gradients += rows if offsets is not None else 0
+
+    def _minibatches(self, steps: int, batch_size: int | None) -> list[Tensor]:
+        """Indices of each step's minibatch, `(tasks, batch_size)` a step; empty when all examples are used."""
+        size = num_examples(self._stack.support, axis=1)
+        if batch_size is None or batch_size >= size:
+            return []
+        return [self._minibatch(step, size, batch_size) for step in range(steps)]
+
+    def _minibatch(self, step: int, size: int, batch_size: int) -> Tensor:
+        rows = [minibatch(self._draws.seed, place, step, size, batch_size) for place in self.places]
+        return torch.stack(rows).to(self.problem.device)
+
+    def _minibatch_of_support(self, step: int, batch_size: int | None) -> Batch:
+        size = num_examples(self._stack.support, axis=1)
+        if batch_size is None or batch_size >= size:
+            return self._stack.support
+        chosen = self._minibatch(step, size, batch_size)
+        tasks = torch.arange(len(chosen), device=chosen.device)[:, None]
+        return map_tensors(lambda t: t[tasks, chosen], self._stack.support)
+
+
+@cache
+def _load_forward_mode() -> None:
+    """Have torch load its forward-mode rules now: doing so warns of a deprecation within torch that users can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
+
+
+def num_rows(d: Params) -> int:
+    """How many rows the leaves have."""
+    return next(iter(d.values())).shape[0]
+
+
+def _detached(d: Params) -> Params:
+    return {n: leaf.detach() for n, leaf in d.items()}
+
+
+def _constants_apart(batch: Batch) -> Batch:
+    """The batch with everything that is no tensor replaced by None, which `vmap` leaves alone."""
+    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, batch)
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    """All tasks of a batch, several times over."""
+    return batch if times == 1 else map_tensors(lambda t: t.repeat(times, *[1] * (t.ndim - 1)), batch)
