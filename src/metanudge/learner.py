@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -18,13 +18,14 @@ from metanudge.engines import Cost, Engine, InplaceEngine, StackedEngine, Stacki
 from metanudge.engines.capture import Captures
 from metanudge.engines.inplace import InplaceInner
 from metanudge.engines.randomness import mix
+from metanudge.engines.room import bytes_per_row, free_memory, rows_that_fit
 from metanudge.engines.stacked import runs_trunk
-from metanudge.estimators import FOBMAML, IMAML, Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.estimators import FOBMAML, IMAML, MAML, Estimator, NonFiniteError, Stats, meta_gradient
 from metanudge.params import Params
 from metanudge.problem import Loss, Objective, Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
 from metanudge.solvers import GradientDescent, LinearSolver, Solver
-from metanudge.task import Batch, Task, TaskBatch
+from metanudge.task import Batch, Task, TaskBatch, signature
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
 EngineName = Literal["auto", "stacked", "inplace"]
@@ -43,8 +44,8 @@ class MetaLearner(nn.Module):
         lam: stiffness λ of the proximal term ½λ‖φ − θ‖², 2.0 by default: a number, a mapping from parameter name to a number, or to a
             tensor of the parameter's shape; or an operator, a function that multiplies one task's dict of displacements with a symmetric
             positive-definite matrix (checked on random directions).
-        learn_lam: meta-learn λ as well, starting at `lam`: `"scalar"`, one for all parameters, `"tensor"`, one each, or `"parameter"`, one
-            per entry. Kept as log λ in `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a learning
+        learn_lam: meta-learn λ as well, starting at `lam`: `"scalar"`, one for all parameters, `"tensor"`, one each, or `"parameter"`,
+            one per entry. Kept as log λ in `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a learning
             rate of its own. Its gradient is the implicit one, exact for converged inner solves (with `MAML` that of the K steps).
         adapt: which parameters adapt to a task, as a pattern of their names (`"head.*"`) or several; all by default. The others are
             shared by all tasks: meta-learned, not adapted.
@@ -52,7 +53,8 @@ class MetaLearner(nn.Module):
         solver: how the inner problem is solved; 5 steps of gradient descent at 0.1 by default.
         estimator: how the meta-gradient is made; FO-B-MAML by default.
         engine: `"stacked"`, `"inplace"` or `"auto"`, which picks one and says which in the statistics.
-        chunk: stacked engine only: how many solves (tasks × nudges) are held in memory at once; None for all.
+        chunk: stacked engine only: how many solves (tasks × nudges) are held in memory at once. None for all, on a CUDA device for as
+            many as its free memory holds.
         seed: of dropout masks and inner minibatches. They change with every call of `backward` and are the same for all solves of one.
         capture: on a CUDA device, record a meta-step that repeats itself as a CUDA graph and replay it. The recording holds its memory.
 
@@ -93,8 +95,8 @@ class MetaLearner(nn.Module):
         self.loss = loss
         if regulariser is not None and (lam is not None or learn_lam is not None):
             raise ValueError(
-                f"regulariser stands in place of ½λ‖φ − θ‖², so {'lam' if lam is not None else 'learn_lam'} would have no effect. Give one "
-                "of them."
+                f"regulariser stands in place of ½λ‖φ − θ‖², so {'lam' if lam is not None else 'learn_lam'} would have no effect. "
+                "Give one of them."
             )
         if regulariser is not None and not callable(regulariser):
             raise TypeError(f"regulariser must be a function of (phi, theta), got {type(regulariser).__name__}.")
@@ -113,6 +115,7 @@ class MetaLearner(nn.Module):
         self._cached: tuple[Any, Problem, Any] | None = None
         self._cannot_stack: str | None = None
         self._captures = Captures()
+        self._room: dict[Hashable, int | None] = {}
         self.tuner = NuTuner()
         StackedEngine(chunk)
         fixed = self.problem()
@@ -187,7 +190,7 @@ class MetaLearner(nn.Module):
         return _MetaLoss.apply(self, tasks, seed, *parameters.values())
 
     def meta_gradient(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> tuple[Params, Stats]:
-        """The mean meta-gradient as a dict keyed like `model.named_parameters()`, then `log_lam.…` where λ is learned; writes no `.grad`."""
+        """The mean meta-gradient, keyed like `model.named_parameters()`, then `log_lam.…` where λ is learned; writes no `.grad`."""
         batch = TaskBatch.of(tasks)
         if seed is None:
             seed = mix(self.seed, self.calls)
@@ -263,7 +266,7 @@ class MetaLearner(nn.Module):
 
     def choose_engine(self, batch: TaskBatch) -> tuple[Engine, str]:
         """The engine for a batch, and why."""
-        stacked, inplace = StackedEngine(self.chunk), InplaceEngine()
+        stacked, inplace = StackedEngine(self._chunk_for(batch)), InplaceEngine()
         if self.engine != "auto":
             return (stacked if self.engine == "stacked" else inplace), "as asked"
         if "inplace" not in self.estimator.engines:
@@ -304,6 +307,19 @@ class MetaLearner(nn.Module):
                     raise
                 self._fall_back(error)
                 return run(InplaceEngine())
+
+    def _chunk_for(self, batch: TaskBatch) -> int | None:
+        """The chunk asked for; on a CUDA device otherwise what its free memory holds, looked at once for each shape of tasks."""
+        problem = self.problem()
+        if self.chunk is not None or problem.device.type != "cuda" or self.engine == "inplace":
+            return self.chunk
+        unrolled = self.solver.steps if isinstance(self.estimator, MAML) else 1
+        key = (problem, unrolled, self.estimator.width, *((len(s), signature(s.support), signature(s.query)) for s in batch.stacks))
+        if key not in self._room:
+            per_row = max(bytes_per_row(problem, stack.task(0), unrolled=unrolled) for stack in batch.stacks)
+            fit = rows_that_fit(per_row, free_memory(problem.device))
+            self._room = {key: None if fit >= len(batch) * self.estimator.width else fit}
+        return self._room[key]
 
     def _fall_back(self, error: StackingError) -> None:
         self._cannot_stack = str(error)

@@ -36,6 +36,7 @@ RUNGS = 7
 _FEW, _MANY = 10, 50
 _HOPELESS = 10.0
 _STEADY = 2
+_WORTHWHILE = 0.5
 
 
 def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
@@ -139,20 +140,25 @@ def estimate_nu(
 def best_nu(nus: Sequence[float], disagreement: Sequence[float], *, order: int) -> tuple[float | None, float]:
     """ν from the disagreements of neighbours on a ladder, and the error there; None where nothing agrees.
 
-    It lies between the two neighbours that agree best; where these are the last two, the disagreement still falls, and it is the last.
+    It lies between two neighbours that agree; where these are the last two, the disagreement still falls, and it is the last. Smaller ν
+    are taken only where they at least halve the disagreement: where all is noise, its size grows with 1/ν and its disagreement stays.
 
     Example:
         >>> best_nu([1.0, 0.1, 0.01, 0.001], [0.5, 0.005, 0.00005], order=2)  # smooth: the smaller the better
         (0.001, 5e-05)
         >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [3.0, 0.2, 0.6], order=2)  # kinks
         (0.125, 0.2)
+        >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [2.1, 2.5, 1.9], order=2)  # nothing but noise
+        (0.5, 2.1)
     """
     errors = credible(nus, disagreement, order=order)
-    least = min(errors)
-    if not least < _HOPELESS:
+    place = 0
+    for candidate, error in enumerate(errors):
+        if error < _WORTHWHILE * errors[place]:
+            place = candidate
+    if not errors[place] < _HOPELESS:
         return None, math.inf
-    place = errors.index(least)
-    return (nus[-1] if place == len(errors) - 1 else math.sqrt(nus[place] * nus[place + 1])), least
+    return (nus[-1] if place == len(errors) - 1 else math.sqrt(nus[place] * nus[place + 1])), errors[place]
 
 
 def credible(nus: Sequence[float], disagreement: Sequence[float], *, order: int) -> list[float]:

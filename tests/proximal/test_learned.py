@@ -65,7 +65,7 @@ def errors(estimate: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float
 def test_symmetric_nudges_match_implicit_differentiation(problem: str, per: str, nudge: str):
     setup = PROBLEMS[problem]()
     exact = truth(setup, per)
-    for begin in ("theta", "shifted", "solution"):
+    for begin in ("theta", "shifted", "solution") if per == "tensor" else ("theta",):
         estimator = mn.FOBMAML(nu=3e-4, nudge=nudge, start=begin)
         estimate, _ = learner(setup, per, estimator).meta_gradient(setup.tasks)
         assert max(errors(estimate, exact)) < 1e-6, begin

@@ -147,7 +147,9 @@ def growing(r: Tensor, growth: str) -> Tensor:
         return r**4 / 4
     if growth == "exponential":
         return r.cosh() - 1
-    return r.abs() + torch.nn.functional.softplus(-2 * r.abs()) - torch.log(torch.tensor(2.0, dtype=r.dtype))  # log cosh, without overflow
+    return (
+        r.abs() + torch.nn.functional.softplus(-2 * r.abs()) - torch.log(torch.tensor(2.0, dtype=r.dtype))
+    )  # log cosh, without overflow
 
 
 class Rippled(MetaObjective):
@@ -156,7 +158,9 @@ class Rippled(MetaObjective):
     L̂₁ = sω², L̂₂ = sω³, L₁ = 1. Every coordinate is a problem of its own: φ_j solves  λ(φ − θ) = sω sin(ωφ).
     """
 
-    def __init__(self, seed: int, *, dim: int, tasks: int, lam: float, radius: float, device: torch.device, frequency: float = 5.0) -> None:
+    def __init__(
+        self, seed: int, *, dim: int, tasks: int, lam: float, radius: float, device: torch.device, frequency: float = 5.0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tasks, self.lam, self.frequency = tasks, lam, frequency
         self.size = lam / (2 * frequency**2)
@@ -174,7 +178,11 @@ class Rippled(MetaObjective):
         s, w, phi = self.size, self.frequency, theta.clone()
         for _ in range(60):  # the map has slope below ½, Newton's method then squares the error
             residual = self.lam * (phi - theta) - s * w * torch.sin(w * phi)
-            phi = phi - residual / (self.lam - s * w**2 * torch.cos(w * phi)) if float(residual.norm()) < 1e-2 else phi - residual / self.lam
+            phi = (
+                phi - residual / (self.lam - s * w**2 * torch.cos(w * phi))
+                if float(residual.norm()) < 1e-2
+                else phi - residual / self.lam
+            )
             if float(residual.norm()) < 1e-14 * self.lam * (1 + float(theta.norm())):
                 break
         return phi

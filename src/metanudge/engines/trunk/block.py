@@ -17,7 +17,7 @@ from torch import Tensor
 
 from metanudge.engines.trunk.convolution import Convolution
 from metanudge.engines.trunk.interface import BlockWeights
-from metanudge.engines.trunk.pooling import add_share, largest, phases
+from metanudge.engines.trunk.pooling import add_share, largest, phases, products
 from metanudge.engines.trunk.room import Room, room
 
 
@@ -54,8 +54,8 @@ class LaterBlock:
         y, kept = self._convolution.forward(z, weight, sign)
         entries = y.view(len(y), -1, y.shape[-1])
         entries.sub_(entries.mean(1, keepdim=True))
-        deviation = (entries * entries).mean(1, keepdim=True).add_(self._eps).rsqrt_()
-        scale = deviation if gamma is None else gamma.abs() * deviation
+        deviation = (products(entries, entries) / entries.shape[1]).add_(self._eps).rsqrt_()
+        scale = deviation if gamma is None else deviation * (gamma if positive else gamma.abs())
         windows = phases(y)
         if gamma is not None and not positive and bool((gamma == 0).any()):
             # All entries of a window are equal behind BatchNorm, so that the first wins; a = 0, so that y is felt nowhere else.
@@ -72,16 +72,16 @@ class LaterBlock:
         y, deviation = kept.y, kept.deviation
         g = torch.ops.aten.threshold_backward(g, out, 0)
         flat, entries = g.view(len(y), -1, y.shape[-1]), y.view(len(y), -1, y.shape[-1])
-        number = -entries.shape[1]
+        scale = kept.scale / -entries.shape[1]
         dbeta = flat.sum(1, keepdim=True)
-        dgamma = kept.pooled.mul_(g).view_as(flat).sum(1, keepdim=True).mul_(deviation)
-        gradient = torch.addcmul(dbeta / number, entries, dgamma * deviation / number).view_as(y)
+        dgamma = products(flat, kept.pooled.view_as(flat)) * deviation
+        gradient = torch.addcmul(dbeta * scale, entries, dgamma * deviation * scale).view_as(y)
+        flat.mul_(kept.scale)
         add_share(g, phases(y), phases(gradient))
-        # a stands before the whole of dL/dy, so the filters and their gradient take it over.
-        dz, dw = self._convolution.backward(gradient, kept.z, kept.convolution, kept.scale)
+        dz, dw = self._convolution.backward(gradient, kept.z, kept.convolution)
         if kept.sign is not None:
             dgamma, dw = dgamma * kept.sign, dw * kept.sign.view(*dw.shape[:2], *[1] * (dw.ndim - 2))
-        return dz, BlockWeights(dw, torch.zeros_like(dbeta).squeeze(1), dgamma.squeeze(1), dbeta.squeeze(1))
+        return dz, BlockWeights(dw, None, dgamma.squeeze(1), dbeta.squeeze(1))
 
 
 def rectified(out: Tensor, border: tuple[int, ...]) -> Room:

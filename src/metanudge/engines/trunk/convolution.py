@@ -33,8 +33,8 @@ class Convolution(Protocol):
         The outputs are multiplied by `sign`, `(rows, 1, out_channels)`.
         """
 
-    def backward(self, g: Tensor, z: Room, kept: Any, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients with respect to inputs and weight, from that of the outputs (after `sign`), which is multiplied by `scale` first."""
+    def backward(self, g: Tensor, z: Room, kept: Any) -> tuple[Tensor, Tensor]:
+        """Gradients with respect to the inputs and to weight × sign, from that of the outputs."""
 
 
 class Columns:
@@ -57,7 +57,7 @@ class Columns:
         windows, filters = self._windows(z.whole, spatial, m), _filters(weight, sign, m)
         return torch.bmm(windows, filters).view(rows, examples, *spatial, -1), (windows, filters)
 
-    def backward(self, g: Tensor, z: Room, kept: Any, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, g: Tensor, z: Room, kept: Any) -> tuple[Tensor, Tensor]:
         """The same two matrices, and the windows' gradients put back where they came from."""
         windows, filters = kept
         rows, examples, *spatial, out = g.shape
@@ -65,26 +65,29 @@ class Columns:
         g = g.view(rows, -1, m * out)
         dw = torch.bmm(windows.transpose(1, 2), g).view(rows, *outer, last + m - 1, channels, m, out)
         taps = [dw[..., i, :].narrow(-3, i, last) for i in range(m)]
-        dw = (taps[0] if m == 1 else taps[0] + taps[1]) * scale.view(rows, *[1] * (len(outer) + 2), out)
-        scaled = (filters.view(rows, -1, m, out) * scale.unsqueeze(1)).view_as(filters)
-        parts = torch.bmm(g, scaled.transpose(1, 2)).view(rows, examples, *spatial[:-1], spatial[-1] // m, *outer, -1, m * channels)
+        dw = taps[0] if m == 1 else taps[0] + taps[1]
+        parts = torch.bmm(g, filters.transpose(1, 2)).view(rows, examples, *spatial[:-1], spatial[-1] // m, *outer, -1, m * channels)
         return _inside(self._put_back(parts, z.whole, m), self.border), dw.movedim((-1, -2), (1, 2))
 
     def _put_back(self, parts: Tensor, like: Tensor, m: int) -> Tensor:
         """Every entry of `like` with the sum of what the windows it was copied to have, chunks of m entries at a time."""
         *outer, _ = self._kernel
         *lines, columns = parts.shape[2 : 3 + len(outer)]
-        whole = torch.empty_like(like) if not outer else torch.zeros_like(like)
+        if not outer and parts.shape[-2] == 2:  # a chunk is the second of one window and the first of the next
+            whole = torch.empty_like(like)
+            chunks, (first, second) = whole.view(*parts.shape[:2], columns + 1, -1), parts.unbind(-2)
+            torch.add(first[:, :, 1:], second[:, :, :-1], out=chunks[:, :, 1:-1])
+            chunks[:, :, 0], chunks[:, :, -1] = first[:, :, 0], second[:, :, -1]
+            return whole
+        whole = torch.zeros_like(like)
         chunks = whole.view(*whole.shape[:-2], -1, parts.shape[-1])
-        for first in product(*(range(k) for k in outer), range(parts.shape[-2])):
-            target = chunks
-            for axis, (begin, size) in enumerate(zip(first, (*lines, columns), strict=True), 2):
+        for place in product(*(range(k) for k in outer), range(parts.shape[-2])):
+            target, part = chunks, parts
+            for axis, (begin, size) in enumerate(zip(place, (*lines, columns), strict=True), 2):
                 target = target.narrow(axis, begin, size)
-            if first == (0,):
-                target.copy_(parts[..., 0, :])
-                chunks.narrow(2, columns, chunks.shape[2] - columns).zero_()
-            else:
-                target.add_(_at(parts, first))
+            for index in reversed(place):
+                part = part.select(-2, index)
+            target.add_(part)
         return whole
 
     def _side_by_side(self, channels: int, spatial: Sequence[int]) -> int:
@@ -119,13 +122,6 @@ def _filters(weight: Tensor, sign: Tensor | None, m: int) -> Tensor:
     return both.view(rows, -1, m * out)
 
 
-def _at(parts: Tensor, place: tuple[int, ...]) -> Tensor:
-    """`parts[..., *place, :]`."""
-    for index in reversed(place):
-        parts = parts.select(-2, index)
-    return parts
-
-
 def _inside(whole: Tensor, border: tuple[int, ...]) -> Tensor:
     for axis, p in enumerate(border, 2):
         whole = whole.narrow(axis, p, whole.shape[axis] - 2 * p)
@@ -148,15 +144,13 @@ class Native:
         turned = weight if sign is None else weight * sign.view(*weight.shape[:2], 1, 1, 1)
         return _stacked([F.conv2d(_images(x), w, None, 1, self._padding) for x, w in zip(z.whole, turned, strict=True)]), turned
 
-    def backward(self, g: Tensor, z: Room, kept: Any, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, g: Tensor, z: Room, kept: Any) -> tuple[Tensor, Tensor]:
         """One derivative a row."""
-        factor = scale.view(*kept.shape[:2], 1, 1, 1)
         options = (None, [1, 1], self._padding, [1, 1], False, [0, 0], 1, [True, True, False])
         parts = [
-            torch.ops.aten.convolution_backward(_images(dy), _images(x), w, *options)
-            for dy, x, w in zip(g, z.whole, kept * factor, strict=True)
+            torch.ops.aten.convolution_backward(_images(dy), _images(x), w, *options) for dy, x, w in zip(g, z.whole, kept, strict=True)
         ]
-        return _stacked([part[0] for part in parts]), torch.stack([part[1] for part in parts]) * factor
+        return _stacked([part[0] for part in parts]), torch.stack([part[1] for part in parts])
 
 
 def _images(x: Tensor) -> Tensor:

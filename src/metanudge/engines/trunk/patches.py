@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from torch import Tensor
 from metanudge.engines.trunk.block import rectified
 from metanudge.engines.trunk.interface import BlockWeights
 from metanudge.engines.trunk.match import Block
-from metanudge.engines.trunk.pooling import largest, share
+from metanudge.engines.trunk.pooling import largest, parities, share
 from metanudge.engines.trunk.room import Room
 
 IN_CACHE = 1 << 19  # numbers of a piece of the convolution: what the passes over it find in a core's cache
@@ -45,10 +44,9 @@ class Patches:
             return self.kept
         tasks, _, size = self.mean.shape
         examples, *pooled = self.shape
-        parities = list(product(*([slice(i, 2 * n, 2) for i in (0, 1)] for n in pooled)))
-        windows = self.mean.new_empty(tasks, len(parities), examples * math.prod(pooled), size + 1)
-        for phase, parity in zip(windows.unbind(1), parities, strict=True):
-            chosen = self.all[(slice(None), slice(None), *parity)]
+        windows = self.mean.new_empty(tasks, 2 ** len(pooled), examples * math.prod(pooled), size + 1)
+        for phase, parity in zip(windows.unbind(1), parities(tuple(pooled)), strict=True):
+            chosen = self.all[parity]
             torch.sub(chosen.reshape(tasks, -1, size), self.mean, out=phase[..., :-1])
         windows[..., -1] = 1.0
         return windows
@@ -59,6 +57,7 @@ class Kept:
     """What the backward pass needs from the forward pass."""
 
     windows: Tensor  # (tasks, phases, examples × pooled, in_channels × kernel + 1)
+    convolved: list[Tensor]  # piece by piece, (tasks, phases, places, out_channels); empty where that is much
     w: Tensor  # the filters as they are, (rows, out_channels, in_channels × kernel)
     filters: Tensor  # [a w, β], (rows, in_channels × kernel + 1, out_channels)
     scale: Tensor  # a = γ/σ, (rows, out_channels, 1)
@@ -108,9 +107,13 @@ class FirstBlock:
         filters = torch.cat([w * scale, shift], -1).transpose(1, 2).contiguous()
         windows = patches.windows()
         out = filters.new_empty(len(filters), windows.shape[2], filters.shape[2])
+        pieces: list[Tensor] = []
         for rows, tasks, place in _pieces(windows, filters):
-            largest(_convolved(windows[tasks, :, place], filters[rows]).unbind(1), out=out[rows, place])
-        kept = Kept(windows, w, filters, scale, deviation, spread.to(w.dtype))
+            convolved = _convolved(windows[tasks, :, place], filters[rows])
+            largest(convolved.unbind(1), out=out[rows, place])
+            if out.numel() <= IN_CACHE:
+                pieces.append(convolved)
+        kept = Kept(windows, pieces, w, filters, scale, deviation, spread.to(w.dtype))
         return rectified(out.view(len(out), *patches.shape, -1), border), kept
 
     def backward(self, g: Tensor, out: Tensor, kept: Kept) -> BlockWeights:
@@ -118,16 +121,16 @@ class FirstBlock:
         filters = kept.filters
         g = torch.ops.aten.threshold_backward(g, out, 0).view(len(filters), -1, filters.shape[2])
         sums = g.new_zeros(len(filters), filters.shape[2], filters.shape[1])
-        for rows, tasks, place in _pieces(kept.windows, filters):
+        for at, (rows, tasks, place) in enumerate(_pieces(kept.windows, filters)):
             windows = kept.windows[tasks, :, place]
-            convolved = _convolved(windows, filters[rows])
+            convolved = kept.convolved[at] if kept.convolved else _convolved(windows, filters[rows])
             shares = torch.empty_like(convolved)
             share(g[rows, place], convolved.unbind(1), shares.unbind(1))
             _add_products(sums[rows], shares, windows)
         moved, dbeta = sums[..., :-1], sums[..., -1]
         dgamma = torch.linalg.vecdot(kept.w, moved).unsqueeze(-1) * kept.deviation
         dw = torch.addcmul(moved, kept.spread, dgamma * kept.deviation, value=-1).mul_(kept.scale)
-        return BlockWeights(dw.unflatten(2, (-1, *self._block.kernel)), torch.zeros_like(dbeta), dgamma.squeeze(-1), dbeta)
+        return BlockWeights(dw.unflatten(2, (-1, *self._block.kernel)), None, dgamma.squeeze(-1), dbeta)
 
 
 def _convolved(windows: Tensor, filters: Tensor) -> Tensor:

@@ -6,10 +6,13 @@ Written with whole tensors, because on a CPU torch's own pooling with indices is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
 import torch
 from torch import Tensor
+
+FEW = 16  # channels
 
 
 def phases(y: Tensor) -> list[Tensor]:
@@ -17,8 +20,20 @@ def phases(y: Tensor) -> list[Tensor]:
 
     An odd last entry belongs to no window.
     """
-    pooled = [size // 2 for size in y.shape[2:-1]]
-    return [y[(slice(None), slice(None), *parity)] for parity in product(*([slice(i, 2 * n, 2) for i in (0, 1)] for n in pooled))]
+    return [y[parity] for parity in parities(tuple(size // 2 for size in y.shape[2:-1]))]
+
+
+@cache
+def parities(pooled: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """Indices of the phases of a tensor `(rows, examples, *spatial, ...)`."""
+    return [(slice(None), slice(None), *parity) for parity in product(*([slice(i, 2 * n, 2) for i in (0, 1)] for n in pooled))]
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """Σ a b of every channel, `(rows, 1, channels)`, for `(rows, entries, channels)`."""
+    if a.shape[-1] <= FEW:
+        return torch.bmm(a.transpose(1, 2), b).diagonal(dim1=1, dim2=2).unsqueeze(1)  # channels by channels, but one pass over memory
+    return (a * b).sum(1, keepdim=True)
 
 
 def largest(of: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

@@ -1,0 +1,60 @@
+"""How many solves fit side by side into a device's free memory, from what one of them keeps for its backward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from metanudge.engines.randomness import Draws
+from metanudge.problem import Problem
+from metanudge.task import Batch, Task
+
+_SHARE = 0.7  # of the free memory; the rest is for the optimizer, the caller and fragments
+_KEPT = 2.0  # memory in use at the height of a backward pass, as a multiple of what the forward pass kept
+_COPIES = 8  # of the parameters: φ, displacement, gradient, force, update, and what is on its way between them
+
+
+def bytes_per_row(problem: Problem, task: Task, *, unrolled: int = 1) -> int:
+    """An estimate of the memory that one row takes; `unrolled` inner steps are kept at once (1 for first-order methods)."""
+    support, query = (_kept_by(problem, batch) for batch in (task.support, task.query))
+    parameters = sum(p.numel() * p.element_size() for p in problem.parameters.values())
+    # A gradient with a graph behind it keeps about as much again for each of its two passes.
+    steps = support * (3 * unrolled if unrolled > 1 else 1)
+    return int(_KEPT * (steps + query)) + _COPIES * parameters
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that torch can still have on a CUDA device, its own unused reserves included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def rows_that_fit(per_row: int, free: int) -> int:
+    """How many rows to hold at once, at least one.
+
+    Example:
+        >>> rows_that_fit(per_row=10, free=1000), rows_that_fit(per_row=10**6, free=1000)
+        (70, 1)
+    """
+    return max(1, int(_SHARE * free) // max(1, per_row))
+
+
+def _kept_by(problem: Problem, batch: Batch) -> int:
+    """Bytes that a forward pass on a batch keeps for its backward pass, parameters aside."""
+    known = {p.untyped_storage().data_ptr() for p in problem.objective.model.parameters()}
+    alive: list[Tensor] = []  # or one tensor's address might be given to the next
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
+        place = tensor.untyped_storage().data_ptr()
+        if place not in known:
+            kept[place] = max(kept.get(place, 0), tensor.numel() * tensor.element_size())
+        return tensor
+
+    buffers = {f"model.{n}": b.clone() for n, b in problem.objective.model.named_buffers()}
+    watch = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
+    with Draws(0, problem.device).preserved(), torch.enable_grad(), watch:
+        functional_call(problem.objective, buffers, (batch,))
+    return sum(kept.values())

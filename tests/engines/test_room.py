@@ -1,0 +1,57 @@
+"""How many solves fit side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import metanudge as mn
+from metanudge import learner as learner_module
+from metanudge.engines.room import bytes_per_row, rows_that_fit
+from metanudge.problem import Objective, Problem
+
+LOSS = nn.functional.mse_loss
+
+
+def problem(width: int = 8) -> Problem:
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+    return Problem(Objective(model, LOSS), 2.0)
+
+
+def task(support: int, query: int) -> mn.Task:
+    return mn.Task((torch.randn(support, 4), torch.randn(support, 1)), (torch.randn(query, 4), torch.randn(query, 1)))
+
+
+def test_what_a_row_keeps_is_counted():
+    """An MLP keeps its inputs, its tanh and what the loss compares: 4, 8 and twice 1 numbers of four bytes for each example."""
+    parameters = 8 * 4 * sum(p.numel() for p in problem().parameters.values())
+    assert bytes_per_row(problem(), task(5, 10)) == 2 * 4 * 15 * (4 + 8 + 2) + parameters
+    assert bytes_per_row(problem(), task(5, 10), unrolled=4) == 2 * 4 * (5 * 12 + 10) * (4 + 8 + 2) + parameters
+
+
+def test_counting_changes_nothing():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    one = task(5, 10)
+    state = torch.get_rng_state()
+    bytes_per_row(Problem(Objective(model, LOSS), 2.0), one)
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_little_memory_means_small_chunks_and_the_same_result(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).cuda()
+    tasks = mn.TaskBatch.of([task(5, 10) for _ in range(6)]).to("cuda")
+    whole = mn.MetaLearner(model, LOSS, engine="stacked")
+    want = whole.meta_gradient(tasks)[0]
+    assert whole.choose_engine(tasks)[0].chunk is None
+    per_row = bytes_per_row(whole.problem(), tasks[0])
+    monkeypatch.setattr(learner_module, "free_memory", lambda device: 5 * per_row)
+    small = mn.MetaLearner(model, LOSS, engine="stacked")
+    assert small.choose_engine(tasks)[0].chunk == rows_that_fit(per_row, 5 * per_row) == 3
+    for name, leaf in small.meta_gradient(tasks)[0].items():
+        assert torch.allclose(leaf, want[name], atol=1e-6)
