@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from metanudge.engines import Cost, Engine, InplaceEngine, StackedEngine, StackingError
 from metanudge.engines.capture import Captures
+from metanudge.engines.compiled import compilation, compiles
 from metanudge.engines.inplace import InplaceInner
 from metanudge.engines.randomness import mix
 from metanudge.engines.room import bytes_per_row, free_memory, rows_that_fit
@@ -45,8 +46,8 @@ class MetaLearner(nn.Module):
             tensor of the parameter's shape; or an operator, a function that multiplies one task's dict of displacements with a symmetric
             positive-definite matrix (checked on random directions).
         learn_lam: meta-learn λ as well, starting at `lam`: `"scalar"`, one for all parameters, `"tensor"`, one each, or `"parameter"`,
-            one per entry. Kept as log λ in `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a learning
-            rate of its own. Its gradient is the implicit one, exact for converged inner solves (with `MAML` that of the K steps).
+            one per entry. Kept as log λ in `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a
+            learning rate of its own. Its gradient is the implicit one, exact for converged inner solves (with `MAML` that of the K steps).
         adapt: which parameters adapt to a task, as a pattern of their names (`"head.*"`) or several; all by default. The others are
             shared by all tasks: meta-learned, not adapted.
         regulariser: a function R(φ, θ) of two dicts of one task's tensors, in place of ½λ‖φ − θ‖²; returns a scalar.
@@ -56,7 +57,8 @@ class MetaLearner(nn.Module):
         chunk: stacked engine only: how many solves (tasks × nudges) are held in memory at once. None for all, on a CUDA device for as
             many as its free memory holds.
         seed: of dropout masks and inner minibatches. They change with every call of `backward` and are the same for all solves of one.
-        capture: on a CUDA device, record a meta-step that repeats itself as a CUDA graph and replay it. The recording holds its memory.
+        compile: on a CUDA device, build kernels for convolution blocks and record meta-steps that repeat themselves (CUDA graphs; they
+            hold their memory). The first step takes up to half a minute longer, seconds when kernels are cached.
 
     Example:
         >>> learner = MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss, lam=2.0)
@@ -82,7 +84,7 @@ class MetaLearner(nn.Module):
         engine: EngineName = "auto",
         chunk: int | None = None,
         seed: int = 0,
-        capture: bool = True,
+        compile: bool = True,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -110,7 +112,7 @@ class MetaLearner(nn.Module):
         self.engine = engine
         self.chunk = chunk
         self.seed = seed
-        self.capture = capture
+        self.compile = compile
         self.calls = 0
         self._cached: tuple[Any, Problem, Any] | None = None
         self._cannot_stack: str | None = None
@@ -194,7 +196,7 @@ class MetaLearner(nn.Module):
         batch = TaskBatch.of(tasks)
         if seed is None:
             seed = mix(self.seed, self.calls)
-        problem, solver, captures = self.problem(), self.solver, self._captures if self.capture else None
+        problem, solver, captures = self.problem(), self.solver, self._captures if self.compile and compiles() else None
 
         def run(engine: Engine) -> tuple[Params, Stats]:
             estimator = self.tuner.settled(self.estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=first)
@@ -231,7 +233,7 @@ class MetaLearner(nn.Module):
             steps: number of steps, if not the solver's own.
             seed: of dropout masks and minibatches.
         """
-        with _gradients_on():
+        with _gradients_on(), compilation(self.compile):
             adapted = copy.deepcopy(self.model)
             problem = Problem(Objective(adapted, self.loss), self.problem().proximal, adapt=self.adapting)
             batch = TaskBatch.of(Task(support, support))
@@ -252,7 +254,7 @@ class MetaLearner(nn.Module):
         """Adapt to every task's support set and measure on its query set. Changes nothing."""
         batch = TaskBatch.of(tasks)
         solver = self._solver(steps)
-        with _gradients_on():
+        with _gradients_on(), compilation(self.compile):
             problem = self.problem()
             problem.check_tasks(batch)
             engine, _ = self.choose_engine(batch)
@@ -298,7 +300,7 @@ class MetaLearner(nn.Module):
 
     def _on_engine(self, batch: TaskBatch, run: Callable[[Engine], T]) -> T:
         """Run on the engine for a batch, and in place where the model turns out not to stack and the choice is ours."""
-        with _gradients_on():
+        with _gradients_on(), compilation(self.compile):
             engine, _ = self.choose_engine(batch)
             try:
                 return run(engine)

@@ -117,7 +117,7 @@ ESTIMATORS = {
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_replay_is_the_meta_step(name):
-    recorded, plain = learner(ESTIMATORS[name]), learner(ESTIMATORS[name], capture=False)
+    recorded, plain = learner(ESTIMATORS[name]), learner(ESTIMATORS[name], compile=False)
     for seed in range(4):
         tasks = batch(seed=10 * seed)
         a, b = recorded.meta_gradient(tasks), plain.meta_gradient(tasks)

@@ -14,7 +14,8 @@ import metanudge as mn
 from metanudge.experiments import ablation, fewshot, glyphs, mnist1d, omniglot
 from metanudge.experiments import methods as m
 from metanudge.experiments.base import Measured, Result, Row
-from metanudge.experiments.variants import Variant
+from metanudge.experiments.network_errors import curvature
+from metanudge.experiments.variants import POINTS, Variant, all_variants, trained_variants
 from metanudge.models import MLP
 from metanudge.tasks import Labelled
 from metanudge.training.errors import UserError
@@ -186,12 +187,14 @@ def ablation_result(accuracies: dict[Variant, float]) -> Result[ablation.Config]
     config = ablation.Config(steps=(5,), omniglot_seeds=0)
 
     def measured() -> Iterator[Measured]:
-        for variant in ablation.trained_variants(config):
+        for variant in trained_variants(config.options):
             for seed in range(2):
-                yield Measured({"part": "mnist1d", **variant.keys, "seed": seed}, [{"accuracy": accuracies.get(variant, 0.9)}], 0.0, 0)
-        for point in ablation.POINTS:
+                yield Measured(
+                    {"part": "mnist1d", **variant.keys, "seed": seed}, [{"accuracy": accuracies.get(variant, 0.9), "ci95": 0.01}], 0.0, 0
+                )
+        for point in POINTS:
             row = {"error_implicit": 0.5, "error_steps": 0.5, "cosine_implicit": 0.8, "cosine_steps": 0.8}
-            rows = [{**variant.keys, **row} for variant in ablation.all_variants(config)]
+            rows = [{**variant.keys, **row} for variant in all_variants(config.options)]
             yield Measured({"part": "error", "point": point, "steps": 5, "seed": 0}, rows, 0.0, 0)
 
     return Result("ablation", "quick", config, list(measured()))
@@ -210,7 +213,7 @@ def test_the_verdict_on_the_defaults_follows_the_rows() -> None:
 def test_the_default_is_the_library_s() -> None:
     assert Variant.default().estimator == mn.FOBMAML()
     assert Variant("gradient", "shifted", "tangent", "").estimator == mn.FOBMAML(nudge="gradient", start="shifted", stencil="tangent")
-    assert len(ablation.all_variants(ablation.Config())) == 2 * 3 * (3 * 4 + 1)
+    assert len(all_variants(ablation.Config().options)) == 2 * 3 * (3 * 4 + 1)
 
 
 def test_errors_are_measured_against_the_right_targets() -> None:
@@ -227,4 +230,4 @@ def test_curvature_is_the_hessian_s() -> None:
     x = torch.randn(1, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     learner = mn.MetaLearner(nn.Linear(3, 1, bias=False).double(), nn.functional.mse_loss)
     tasks = mn.TaskBatch((x, x[..., :1]), (x, x[..., :1]))
-    assert ablation.curvature(learner, tasks) == pytest.approx(float(torch.linalg.eigvalsh(2 * x[0].T @ x[0] / 6)[-1]), rel=1e-9)
+    assert curvature(learner, tasks) == pytest.approx(float(torch.linalg.eigvalsh(2 * x[0].T @ x[0] / 6)[-1]), rel=1e-9)

@@ -43,6 +43,9 @@ class BenchConfig:
     threads: int | None = None
     """CPU threads, if not torch's own choice."""
 
+    compile: bool = True
+    """On a GPU, let metanudge build kernels and record meta-steps."""
+
     quick: bool = False
     """Tiny sizes: shows that everything works, and nothing about speed."""
 

@@ -19,6 +19,7 @@ from metanudge.bench.first_step import first_steps
 from metanudge.bench.scaling import DEFAULT as SCALING
 from metanudge.bench.scaling import scale
 from metanudge.bench.suite import CONTENDERS, Result, compare
+from metanudge.engines.compiled import compilation
 from metanudge.experiments.progress import Progress
 from metanudge.experiments.run import choose_device
 from metanudge.training.errors import UserError
@@ -38,7 +39,9 @@ def run(config: BenchConfig, progress: Progress) -> Iterator[tuple[Path, Result]
         torch.set_num_threads(config.threads)
     try:
         for case in cases:
-            for name, result in _measure(case, contenders, config, device, progress):
+            with compilation(config.compile):
+                found = list(_measure(case, contenders, config, device, progress))
+            for name, result in found:
                 file = config.out / f"{name}-{device.type}-{config.precision}{'-quick' if config.quick else ''}.json"
                 write(file, result)
                 yield file, result

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from metanudge.engines.chain import Chain, Data, losses_of_rows
+from metanudge.engines.compiled import triton_works
 from metanudge.engines.inner import Cost, Measured, NudgedOracle
 from metanudge.engines.randomness import Draws
-from metanudge.engines.trunk import triton_works
 from metanudge.engines.vmapped import StackedInner, num_rows, repeated
 from metanudge.params import Flat, Params, norm
 from metanudge.problem import Nudge, Problem

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import metanudge as mn
 from metanudge.bench.precision import precision
-from metanudge.engines import Cost, InplaceEngine
-from metanudge.experiments import fewshot, omniglot, style
+from metanudge.experiments import ablation_figures, fewshot, omniglot
 from metanudge.experiments import methods as m
 from metanudge.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
-from metanudge.experiments.problems import vector
+from metanudge.experiments.network_errors import TARGETS, Exact
 from metanudge.experiments.spread import Mean, Spread, short
-from metanudge.experiments.variants import Variant
+from metanudge.experiments.variants import DATA, POINTS, Variant, accuracy, all_variants, cosine, trained_variants
 from metanudge.models import Conv1D
-from metanudge.params import Params
-from metanudge.proximal.lanczos import extreme_eigenvalues
-from metanudge.task import TaskBatch
 from metanudge.tasks import MNIST1D
 
-POINTS = ("untrained", "trained")
-TARGETS = {"implicit": "implicit gradient", "steps": "gradient of the K steps"}
-DATA = {"mnist1d": "MNIST-1D", "omniglot": "Omniglot"}
 NOISE = 0.005  # accuracies closer than this are alike, whatever the seeds say
 
 
@@ -64,14 +54,14 @@ class Config:
     test_tasks: int = 400
     omniglot_seeds: int = 2
     omniglot_iterations: int = 400
-    omniglot_inner: float = 0.4
+    omniglot_inner: float = 0.1
     omniglot_rate: float = 3e-3
 
     @classmethod
     def quick(cls) -> Config:
         """Three minutes or so, without Omniglot."""
-        few = {"error_tasks": 2, "error_seeds": 1, "channels": 4, "pretraining": 40, "test_tasks": 100, "omniglot_seeds": 0}
-        return cls(steps=(5,), reach=300, seeds=1, iterations=40, tasks=4, **few)  # type: ignore[arg-type]
+        few: dict[str, Any] = {"error_tasks": 2, "error_seeds": 1, "channels": 4, "pretraining": 40, "test_tasks": 100}
+        return cls(steps=(5,), reach=300, seeds=1, iterations=40, tasks=4, omniglot_seeds=0, **few)
 
     @classmethod
     def full(cls) -> Config:
@@ -82,21 +72,6 @@ class Config:
     def options(self) -> dict[str, tuple[str, ...]]:
         """The choices."""
         return {"nudge": self.nudges, "start": self.starts, "stencil": self.stencils, "nu": self.nus}
-
-
-def all_variants(config: Config) -> list[Variant]:
-    """Every nudge, start, stencil and ν."""
-    made = (Variant(*chosen) for chosen in itertools.product(*config.options.values()))
-    return list(dict.fromkeys(variant.changed("stencil", variant.stencil) for variant in made))
-
-
-def trained_variants(config: Config) -> list[Variant]:
-    """The default of either nudge, and each with one choice changed."""
-    found = []
-    for nudge in config.nudges:
-        base = Variant.default().changed("nudge", nudge)
-        found += [base, *(base.changed(key, value) for key in ("start", "stencil", "nu") for value in config.options[key])]
-    return list(dict.fromkeys(found))
 
 
 def cells(config: Config) -> list[Cell]:
@@ -112,7 +87,7 @@ def cells(config: Config) -> list[Cell]:
         {"part": part, **variant.keys, "seed": seed}
         for part, seeds in sizes.items()
         for seed in range(seeds)
-        for variant in trained_variants(config)
+        for variant in trained_variants(config.options)
     ]
     return errors + trained
 
@@ -130,10 +105,10 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
         trial.estimator = estimator
         recipe = fewshot.Recipe(config.omniglot_inner, config.omniglot_rate, config.omniglot_iterations, sizes.tasks, cosine=True)
         with precision("tf32", device):
-            return [{"accuracy": trial.score(recipe, split="test", tasks=config.test_tasks)}]
+            return [fewshot.summary(trial.scores(recipe, split="test", tasks=config.test_tasks))]
     trial = fewshot.Trial(m.seeded(seed, lambda: Conv1D(ways=3), device), estimator, _source(seed, device))
     recipe = fewshot.Recipe(config.inner, config.rate, config.iterations, config.tasks)
-    return [{"accuracy": trial.score(recipe, split="test", tasks=config.test_tasks)}]
+    return [fewshot.summary(trial.scores(recipe, split="test", tasks=config.test_tasks))]
 
 
 def _source(seed: int, device: torch.device) -> MNIST1D:
@@ -145,128 +120,19 @@ def _errors(point: str, steps: int, seed: int, config: Config, device: torch.dev
     model = m.seeded(seed, lambda: Conv1D(ways=3, channels=config.channels), device)
     if point == "trained":
         fewshot.Trial(model, mn.FOMAML(), source).train(fewshot.Recipe(config.inner, config.rate, config.pretraining, config.tasks))
-    double = copy.deepcopy(model).double()
-    tasks = source.batch(range(config.error_tasks), "val").to(torch.float64)
-    learner = mn.MetaLearner(double, nn.functional.cross_entropy, lam=m.LAM, engine="stacked", capture=False)
-    rate = 1 / (curvature(learner, tasks) + m.LAM)
-
-    def gradient(estimator: Any, count: int) -> tuple[Tensor, mn.Stats]:
-        learner.estimator, learner.solver = estimator, mn.GradientDescent(lr=rate, steps=count)
-        found, stats = learner.meta_gradient(tasks, metrics=False)
-        return vector(found), stats
-
-    implicit, reached = gradient(mn.IMAML(cg_steps=300, tol=1e-10), config.reach)
-    target, _ = gradient(mn.MAML(), steps)
-    agreement = float(torch.cosine_similarity(implicit, target, dim=0))
-    rows: list[Row] = []
-    for variant in all_variants(config):
-        row: Row = {**variant.keys, "rate": rate, "residual": reached.residual / reached.residual_start, "agreement": agreement}
-        try:
-            estimate, stats = gradient(variant.estimator, steps)
-            row |= {"nu_used": stats.nu, **_compare(estimate, implicit, "implicit"), **_compare(estimate, target, "steps")}
-        except mn.NonFiniteError:
-            row |= {"nu_used": None, **dict.fromkeys(f"{kind}_{key}" for kind in ("error", "cosine") for key in TARGETS)}
-        rows.append(row)
-    return rows
-
-
-def curvature(learner: mn.MetaLearner, tasks: TaskBatch) -> float:
-    """The largest curvature of the tasks' support losses at θ, in absolute value, by Lanczos' method."""
-    largest = 0.0
-    with InplaceEngine().session(learner.problem(), tasks, width=1, seed=0, cost=Cost()) as groups:
-        for inner in groups:
-            zero = inner.zeros(1)
-            generator = torch.Generator().manual_seed(0)
-            start = {n: torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device) for n, leaf in zero.items()}
-
-            def product(v: Params, inner: Any = inner, zero: Params = zero) -> Params:
-                hv: Params = inner.data_hvp(zero, v, None, 0, None)[2]
-                return hv
-
-            largest = max(largest, *map(abs, extreme_eigenvalues(product, start)))
-    return largest
-
-
-def _compare(estimate: Tensor, truth: Tensor, key: str) -> dict[str, float]:
-    error = float((estimate - truth).norm() / truth.norm())
-    return {f"error_{key}": error, f"cosine_{key}": float(torch.cosine_similarity(estimate, truth, dim=0))}
-
-
-def accuracy(result: Result[Config], part: str, variant: Variant) -> Mean | None:
-    """Mean over the seeds."""
-    found = result.values("accuracy", part=part, **variant.keys)
-    return Mean.of(found) if found else None
-
-
-def cosine(result: Result[Config], key: str, point: str, steps: int, variant: Variant) -> float:
-    """Median over the seeds of the cosine with a target."""
-    found = result.values(f"cosine_{key}", part="error", point=point, steps=steps, **variant.keys)
-    return Spread.of(found).median if found else math.nan
+    exact = Exact(model, source.batch(range(config.error_tasks), "val"), steps=steps, reach=config.reach)
+    return [{**variant.keys, **exact.compare(variant.estimator)} for variant in all_variants(config.options)]
 
 
 def draw(result: Result[Config]) -> list[Drawing]:
     """Cosines against ν, and accuracies variant by variant."""
     drawings = []
     if result.rows(part="error"):
-        drawings.append(_draw_cosines(result))
+        drawings.append(ablation_figures.cosines(result))
     parts = [part for part in DATA if result.rows(part=part)]
     if parts:
-        drawings.append(_draw_accuracies(result, parts))
+        drawings.append(ablation_figures.accuracies(result, parts))
     return drawings
-
-
-def _draw_cosines(result: Result[Config]) -> Drawing:
-    points = [point for point in POINTS if result.rows(part="error", point=point)]
-    steps = min(result.distinct("steps"))
-    figure, axes = style.figure(2 * len(points), width=3.1 * 2 * len(points) + 1.6, height=4.2, sharey=True, squeeze=False)
-    looks = {"theta": ("-", "o"), "shifted": ((0, (5, 2)), "s"), "solution": ((0, (1, 1.2)), "^")}
-    colours = {"loss": style.METHODS["FO-B-MAML"]["color"], "gradient": style.METHODS["FO-B-MAML gradient"]["color"]}
-    panels = [(point, key) for point in points for key in TARGETS]
-    for one, (point, key) in zip(axes[0], panels, strict=True):
-        for nudge, colour in colours.items():
-            for start, (dash, marker) in looks.items():
-                base = Variant(nudge, start, "symmetric", "")
-                nus = [nu for nu in result.config.nus if nu != "auto"]
-                values = [cosine(result, key, point, steps, replace(base, nu=nu)) for nu in nus]
-                label = f"{nudge} nudge, from {start}"
-                one.plot(
-                    [float(nu) for nu in nus],
-                    values,
-                    color=colour,
-                    linestyle=dash,
-                    marker=marker,
-                    markersize=4.5,
-                    linewidth=1.6,
-                    label=label,
-                )
-                tangent = cosine(result, key, point, steps, replace(base, stencil="tangent"))
-                one.plot([min(map(float, nus)) / 3], [tangent], color=colour, marker=marker, markersize=5, fillstyle="none", linestyle="")
-        one.set(xscale="log", xlabel="ν (open: tangent)", title=f"{point}: {TARGETS[key]}")
-        one.title.set_fontsize(9.5)
-        style.plain_ticks(one.xaxis)
-    axes[0][0].set_ylabel(f"cosine with the target, K = {steps}")
-    style.legend(axes[0][-1])
-    return Drawing(figure, alt=_cosine_alt(result, steps))
-
-
-def _draw_accuracies(result: Result[Config], parts: Sequence[str]) -> Drawing:
-    variants = [v for v in trained_variants(result.config) if any(accuracy(result, part, v) for part in parts)]
-    figure, axes = style.figure(len(parts), width=3.6 + 3.4 * len(parts), height=0.9 + 0.26 * len(variants), sharey=True, squeeze=False)
-    for one, part in zip(axes[0], parts, strict=True):
-        for place, variant in enumerate(reversed(variants)):
-            found = accuracy(result, part, variant)
-            if found is not None:
-                colour = style.METHODS["FO-B-MAML" if variant.nudge == "loss" else "FO-B-MAML gradient"]["color"]
-                error = None if math.isnan(found.ci95) else found.ci95
-                one.errorbar(found.mean, place, xerr=error, color=colour, marker="o", markersize=5, linewidth=1.4)
-        base = accuracy(result, part, Variant.default())
-        if base is not None:
-            one.axvline(base.mean, color=style.INK, linewidth=0.8, linestyle=(0, (1, 3)))
-        one.set(xlabel="accuracy on test tasks", title=DATA[part])
-    names = [f"{variant}{'  (default)' if variant == Variant.default() else ''}" for variant in reversed(variants)]
-    axes[0][0].set_yticks(range(len(variants)), names)
-    ends = "; ".join(f"{v} {found.mean:.3f}" for v in variants if (found := accuracy(result, parts[0], v)) is not None)
-    return Drawing(figure, alt=f"Accuracy after training for each variant. {DATA[parts[0]]}: {ends}.", suffix="-accuracy")
 
 
 def table(result: Result[Config]) -> Table:
@@ -275,7 +141,7 @@ def table(result: Result[Config]) -> Table:
     parts = [part for part in DATA if result.rows(part=part)]
     kinds = [(point, key) for point in POINTS for key in TARGETS]
     rows = []
-    for variant in trained_variants(result.config):
+    for variant in trained_variants(result.config.options):
         accuracies = [accuracy(result, part, variant) for part in parts]
         cosines = [cosine(result, key, point, steps, variant) for point, key in kinds]
         errors = [result.values(f"error_{key}", part="error", point=point, steps=steps, **variant.keys) for point, key in kinds]
@@ -302,7 +168,10 @@ def judge(result: Result[Config]) -> Verdict:
     quality = ", ".join(
         f"{cosine(result, key, point, steps, default):.2f} ({point}, {TARGETS[key]})" for point in POINTS for key in TARGETS
     )
-    measured = f"The defaults ({default}) reach {numbers}, the {other.nudge} nudge {others}; their cosine at K = {steps} is {quality}."
+    measured = (
+        f"The defaults ({default}) reach {numbers}, the {other.nudge} nudge {others}; their cosine at K = {steps} is {quality}. "
+        f"{'; '.join(_highest(result, part) for part in DATA if result.rows(part=part))}."
+    )
     kept = [key for key in options if key not in beaten]
     held = f"Within the noise of the best on {' and '.join(parts)}: {', '.join(kept) or 'none'}."
     if not beaten:
@@ -311,6 +180,13 @@ def judge(result: Result[Config]) -> Verdict:
         f"{key} = {value} reaches {mean:.3f} on {DATA[part]}, {gain:+.3f}" for key, (value, part, mean, gain) in beaten.items()
     )
     return Verdict("partly" if kept else "not", measured, f"{held} The table does not support the others: {better}.")
+
+
+def _highest(result: Result[Config], part: str) -> str:
+    means = {variant: accuracy(result, part, variant) for variant in trained_variants(result.config.options)}
+    known = {variant: found.mean for variant, found in means.items() if found is not None}
+    best = max(known, key=lambda variant: known[variant])
+    return f"The highest of all on {DATA[part]} is {known[best]:.3f} ({best})"
 
 
 def _best(result: Result[Config], default: Variant, key: str, values: Sequence[str]) -> tuple[str, str, float, float] | None:
@@ -330,12 +206,6 @@ def _shown(found: Mean | None) -> Shown | None:
     if found is None:
         return None
     return Shown(found.mean, f"{found.mean:.3f}" if math.isnan(found.ci95) else f"{found.mean:.3f} ± {found.ci95:.3f}")
-
-
-def _cosine_alt(result: Result[Config], steps: int) -> str:
-    default = Variant.default()
-    pairs = [f"{point}, {TARGETS[key]} {cosine(result, key, point, steps, default):.2f}" for point in POINTS for key in TARGETS]
-    return f"Cosine of the meta-gradient with two exact targets against ν, by nudge and start, K = {steps}. Default: {'; '.join(pairs)}."
 
 
 EXPERIMENT = Experiment(

@@ -18,7 +18,7 @@ from metanudge.experiments import style
 from metanudge.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge.experiments.inexact import EXACTLY, OffBy
 from metanudge.experiments.problems import Setup, displacements, log_slope, logistic_regression, mlp, relative_error, stable_rate
-from metanudge.experiments.spread import short
+from metanudge.experiments.spread import sentence, short
 from metanudge.params import Params
 from metanudge.problem import Nudge
 from metanudge.solvers import Solver
@@ -290,7 +290,7 @@ def judge(result: Result[Config]) -> Verdict:
     if not wrong and not others:
         return Verdict("reproduced", measured, f"All {len(paper) + len(ours)} exponents are within {TOLERANCE:g} of the theory's.")
     status = "reproduced" if not wrong else "partly" if len(wrong) < len(paper) else "not"
-    return Verdict(status, measured, "; ".join([*wrong, *others]).capitalize() + ".")
+    return Verdict(status, measured, sentence(*wrong, *others))
 
 
 def _measured(result: Result[Config], count: int) -> str:

@@ -99,9 +99,15 @@ class Trial:
                 see(iteration, learner)
         return True
 
+    def scores(self, recipe: Recipe, *, split: Split, tasks: int) -> Tensor:
+        """Accuracies on so many tasks of a split after training; zeros where it diverged."""
+        if not self.train(recipe):
+            return torch.zeros(tasks, dtype=torch.float64)
+        return accuracies(self._learners[recipe.inner], self.source, split, tasks)
+
     def score(self, recipe: Recipe, *, split: Split, tasks: int) -> float:
-        """Accuracy on so many tasks of a split after training; 0 where it diverged."""
-        return accuracy(self._learners[recipe.inner], self.source, split, tasks) if self.train(recipe) else 0.0
+        """Their mean."""
+        return float(self.scores(recipe, split=split, tasks=tasks).mean())
 
 
 def accuracies(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> Tensor:
@@ -113,6 +119,16 @@ def accuracies(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: i
 def accuracy(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> float:
     """Their mean."""
     return float(accuracies(learner, source, split, tasks).mean())
+
+
+def summary(found: Tensor) -> dict[str, float]:
+    """Mean accuracy and the half-width of its 95 % confidence interval over the tasks, as they stand in a row.
+
+    Example:
+        >>> summary(torch.tensor([0.5, 0.5, 0.5]))
+        {'accuracy': 0.5, 'ci95': 0.0}
+    """
+    return {"accuracy": float(found.mean()), "ci95": float(1.96 * found.std() / math.sqrt(len(found)))}
 
 
 def best_recipe(

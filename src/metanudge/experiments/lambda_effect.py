@@ -14,7 +14,7 @@ from metanudge.experiments import quadratics as q
 from metanudge.experiments import style
 from metanudge.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge.experiments.problems import Setup, landscape, mlp
-from metanudge.experiments.spread import Spread
+from metanudge.experiments.spread import Spread, sentence
 from metanudge.task import TaskBatch
 
 SAME, NOISY, NETWORK = "quadratic", "quadratic, noisy support", "tanh perceptron"
@@ -224,7 +224,7 @@ def judge(result: Result[Config]) -> Verdict:
             "Both fall with every increase of λ on every problem; no λ of the grid has a clearly lower outer loss than the learned one.",
         )
     status = "partly" if len(wrong) < 2 else "not"
-    return Verdict(status, measured, "; ".join([*wrong, *late]).capitalize() + ".")
+    return Verdict(status, measured, sentence(*wrong, *late))
 
 
 def _falls_short(result: Result[Config], name: str) -> str | None:

@@ -49,7 +49,7 @@ class Config:
     def quick(cls) -> Config:
         """Two or three minutes."""
         at = (0, 5, 10, 20, 30, 40, 60, 80, 100)
-        small = {"iterations": 100, "grid_iterations": 40, "tasks": 4, "seeds": 1, "val_tasks": 40, "test_tasks": 100}
+        small: dict[str, Any] = {"iterations": 100, "grid_iterations": 40, "tasks": 4, "seeds": 1, "val_tasks": 40, "test_tasks": 100}
         return cls(inner_rates=(0.1, 0.01), meta_rates=(0.01, 1e-3), rounds=(20,), at=at, **small)
 
     @classmethod

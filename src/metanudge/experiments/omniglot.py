@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ class Config:
     second_order_seeds: int = 2
     long_seeds: int = 3
     extra_seeds: int = 2
-    inner_rates: tuple[float, ...] = (0.1, 0.4)
+    inner_rates: tuple[float, ...] = (0.05, 0.1)
     meta_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     tuning: int = 150
     tasks: int = 32
@@ -75,9 +76,11 @@ class Config:
     @classmethod
     def quick(cls) -> Config:
         """Two or three minutes; a narrow network, one seed, one pair of learning rates."""
-        few = {"seeds": 1, "second_order_seeds": 1, "tasks": 4, "queries": 5, "channels": 8, "watch_tasks": 50, "test_tasks": 200}
-        rates = {"inner_rates": (0.4,), "meta_rates": (1e-2,)}
-        return cls(settings=FIVE_WAY[:1], extra_settings=(), iterations=80, long=0, glyphs=True, **few, **rates)  # type: ignore[arg-type]
+        few = {"seeds": 1, "second_order_seeds": 1, "tasks": 4, "queries": 5, "channels": 16, "watch_tasks": 50, "test_tasks": 200}
+        methods = tuple(method for method in cls.methods if method != LARGER)
+        rates = {"inner_rates": (0.1,), "meta_rates": (1e-2,)}
+        options: dict[str, Any] = {**few, **rates, "methods": methods, "extra_settings": (), "iterations": 60, "long": 0, "glyphs": True}
+        return cls(settings=FIVE_WAY[:1], **options)
 
     @classmethod
     def full(cls) -> Config:
@@ -117,8 +120,9 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
         def see(iteration: int, learner: mn.MetaLearner) -> None:
             count = config.test_tasks if iteration == last else config.watch_tasks
             found = fewshot.accuracies(learner, trial.source, "test", count)
-            test = {"iteration": iteration, "accuracy": float(found.mean()), "ci95": float(1.96 * found.std() / math.sqrt(count))}
-            rows.append({"kind": "test", **test, "tasks": count, "inner": best.inner, "rate": best.rate, "data": data})
+            rows.append(
+                {"kind": "test", "iteration": iteration, **fewshot.summary(found), "tasks": count, **recipe_of(best), "data": data}
+            )
 
         if not trial.train(recipe, at=watched(last), see=see):
             rows.append({"kind": "test", "iteration": last, "accuracy": None, "ci95": None, "tasks": 0, **recipe_of(best), "data": data})
@@ -197,7 +201,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
                     look = {**style.line(method), **({"linestyle": (0, (1, 1)), "fillstyle": "none"} if method == LARGER else {})}
                     thin = {"linewidth": 1.0, "markersize": 3, "label": None} if length == result.config.long else {}
                     one.plot(at, errors, **{**look, **thin})
-        if setting in PUBLISHED[m.LOSS]:
+        if setting in PUBLISHED[m.LOSS] and one.get_ylim()[0] < 10:
             mean, ci = PUBLISHED[m.LOSS][setting]
             one.axhspan(100 - mean - ci, 100 - mean + ci, color=style.METHODS[m.LOSS]["color"], alpha=0.12, linewidth=0)
         one.set(xscale="log", yscale="log", xlabel="meta-steps", title=setting)

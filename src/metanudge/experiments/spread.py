@@ -40,6 +40,17 @@ def short(value: float) -> str:
     return f"{value:.2g}" if value == 0 or abs(value) >= 0.01 else f"{value:.1e}".replace("e-0", "e-")
 
 
+def sentence(*parts: str) -> str:
+    """Parts of a sentence as one; names in them keep their capitals.
+
+    Example:
+        >>> sentence("the error of FO-MAML falls", "that of Reptile does not")
+        'The error of FO-MAML falls; that of Reptile does not.'
+    """
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
 @dataclass(frozen=True)
 class Mean:
     """Mean and the half-width of its 95 % confidence interval (normal approximation; NaN for a single number).

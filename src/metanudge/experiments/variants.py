@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import metanudge as mn
-from metanudge.experiments.base import Cell, Row
+from metanudge.experiments.base import Cell, Result, Row
+from metanudge.experiments.spread import Mean, Spread
+
+POINTS = ("untrained", "trained")
+DATA = {"mnist1d": "MNIST-1D", "omniglot": "Omniglot"}
+Options = Mapping[str, Sequence[str]]  # for each of nudge, start, stencil, nu
 
 
 @dataclass(frozen=True)
@@ -54,3 +62,32 @@ class Variant:
     def __str__(self) -> str:
         nu = f", ν = {self.nu}" if self.nu and self.nu != "auto" else ", ν auto" if self.nu else ""
         return f"{self.nudge}, {self.start}, {self.stencil}{nu}"
+
+
+def all_variants(options: Options) -> list[Variant]:
+    """Every nudge, start, stencil and ν."""
+    made = (Variant(*chosen) for chosen in itertools.product(*options.values()))
+    return list(dict.fromkeys(variant.changed("stencil", variant.stencil) for variant in made))
+
+
+def trained_variants(options: Options) -> list[Variant]:
+    """The default of either nudge, and each with one choice changed."""
+    found = []
+    for nudge in options["nudge"]:
+        base = Variant.default().changed("nudge", nudge)
+        found += [base, *(base.changed(key, value) for key in ("start", "stencil", "nu") for value in options[key])]
+    return list(dict.fromkeys(found))
+
+
+def accuracy(result: Result[Any], part: str, variant: Variant) -> Mean | None:
+    """Mean over the seeds with its interval, that over the tasks where there is one seed."""
+    found = result.values("accuracy", part=part, **variant.keys)
+    if len(found) == 1:
+        return Mean(found[0], result.values("ci95", part=part, **variant.keys)[0])
+    return Mean.of(found) if found else None
+
+
+def cosine(result: Result[Any], key: str, point: str, steps: int, variant: Variant) -> float:
+    """Median over the seeds of the cosine with a target."""
+    found = result.values(f"cosine_{key}", part="error", point=point, steps=steps, **variant.keys)
+    return Spread.of(found).median if found else math.nan

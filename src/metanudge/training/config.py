@@ -101,7 +101,10 @@ class TrainConfig:
     """stacked: many solves side by side; inplace: one after the other; auto decides and says why."""
 
     chunk: int | None = None
-    """Stacked engine: how many solves (tasks × nudges) are held in memory at once. None: all."""
+    """Stacked engine: how many solves (tasks × nudges) are held in memory at once. None: all, on a GPU as many as fit."""
+
+    compile: bool = True
+    """On a GPU, build kernels and record meta-steps: much faster steps for up to half a minute at the start."""
 
     metrics_every: int = 5
     """Meta-steps between measurements of query loss and accuracy, each of which costs about a tenth of a meta-step."""

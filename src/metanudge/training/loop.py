@@ -87,6 +87,8 @@ class Trainer:
         about = facts(self.config, self.source, self.learner, self.group)
         where = str(self.folder) + (f" (resumed at step {self.step})" if self._resumed else "")
         self.reporter.begin([*about, ("run", where)], total=self.config.iterations, done=self.step)
+        if self.config.compile and self.learner.problem().device.type == "cuda":
+            self.reporter.note("The first meta-steps build kernels for this GPU: up to half a minute, seconds where they are cached.")
         while self.step < self.config.iterations:
             stopped = self._meta_step()
             if stopped is not None:

@@ -22,7 +22,7 @@ from metanudge.training.errors import UserError
 from metanudge.training.runs import CHECKPOINTS, CONFIG, SUMMARY, read_config, write_text
 
 # What a resumed run may change: how far and where it goes, not what it computes.
-MAY_CHANGE = ("iterations", "test_tasks", "checkpoint_every", "device", "engine", "chunk", "tensorboard", "wandb")
+MAY_CHANGE = ("iterations", "test_tasks", "checkpoint_every", "device", "engine", "chunk", "compile", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)

@@ -309,6 +309,7 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
             estimator=estimator,
             engine=config.engine,
             chunk=config.chunk,
+            compile=config.compile,
             seed=config.seed,
         )
         estimator.check_problem(learner.problem())

@@ -6,13 +6,12 @@ before BatchNorm cancels, pooling may go before normalisation, the first layer's
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from metanudge.engines.compiled import triton_works
 from metanudge.engines.trunk.cpu import CPUTrunk
 from metanudge.engines.trunk.interface import BlockWeights, Trunk
 from metanudge.engines.trunk.match import Block, Match, match
@@ -36,12 +35,6 @@ def trunk_for(device: torch.device, dtype: torch.dtype, blocks: Sequence[Block])
 def rows_at_once(trunk: Trunk, inputs: Tensor) -> int | None:
     """For how many rows on inputs `(tasks, examples, channels, *spatial)` activations should be held at once; None for all."""
     return trunk.rows_at_once(inputs) if isinstance(trunk, CPUTrunk) else None
-
-
-@cache
-def triton_works() -> bool:
-    """Whether Triton is there (it comes with torch for CUDA) and knows the current device."""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability() >= (8, 0)
 
 
 __all__ = ["Block", "BlockWeights", "Match", "Trunk", "match", "rows_at_once", "trunk_for"]

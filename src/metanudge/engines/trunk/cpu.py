@@ -19,7 +19,7 @@ from metanudge.engines.trunk.interface import BlockWeights
 from metanudge.engines.trunk.match import Block
 from metanudge.engines.trunk.patches import FirstBlock, Patches
 
-HELD = 1 << 25  # bytes of activations kept between a forward and a backward pass
+HELD = 1 << 24  # bytes of activations kept between a forward and a backward pass
 LARGEST_PATCH = 256  # numbers that one output of the first convolution sees
 
 

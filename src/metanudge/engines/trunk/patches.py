@@ -25,7 +25,7 @@ from metanudge.engines.trunk.pooling import largest, parities, share
 from metanudge.engines.trunk.room import Room
 
 IN_CACHE = 1 << 19  # numbers of a piece of the convolution: what the passes over it find in a core's cache
-LARGEST_KEPT = 1 << 22  # bytes of one task's windows that are kept for all steps instead of being made anew in each
+LARGEST_KEPT = 1 << 20  # bytes of one task's windows that are kept for all steps instead of being made anew in each
 
 
 @dataclass(frozen=True)
