@@ -75,7 +75,7 @@ class GradientReport:
             f"{'estimator':{width}}  {'ν':>6}    cosine  relative error       cosine  relative error",
         ]
         for row in self.rows:
-            nu = "–" if row.nu is None else f"{row.nu:g}"
+            nu = "–" if row.nu is None else f"{row.nu:.3g}"
             implicit = f"{_number(row.cosine_implicit, '.4f'):>8}  {_number(row.error_implicit, '.3g'):>14}"
             adaptation = f"{_number(row.cosine_adaptation, '.4f'):>8}  {_number(row.error_adaptation, '.3g'):>14}"
             lines.append(f"{row.estimator:{width}}  {nu:>6}  {implicit}     {adaptation}")
@@ -145,11 +145,11 @@ def check_gradient(
     rows = []
     for estimator in _with_every_nu(chosen, nus):
         try:
-            g, _ = gradient(estimator, learner.solver)
+            g, stats = gradient(estimator, learner.solver)
         except (TypeError, ValueError, RuntimeError, FloatingPointError) as error:
             notes.append(f"{_label(estimator)}: {error}")
             continue
-        rows.append(Quality(_label(estimator), getattr(estimator, "nu", None), *_compare(g, implicit), *_compare(g, adaptation)))
+        rows.append(Quality(_label(estimator), stats.nu, *_compare(g, implicit), *_compare(g, adaptation)))
     return GradientReport(
         rows=tuple(rows),
         parameters=sum(p.numel() for p in problem.meta_parameters.values()),
@@ -216,7 +216,10 @@ def _with_every_nu(estimators: Iterable[Estimator], nus: Sequence[float]) -> lis
     spread: list[Estimator] = []
     for estimator in estimators:
         if isinstance(estimator, FOBMAML) and estimator.nu is not None:
-            spread.extend(replace(estimator, nu=nu) for nu in sorted({*nus, estimator.nu}))
+            own = {estimator.nu} if estimator.nu != "auto" else set()
+            spread.extend(replace(estimator, nu=nu) for nu in sorted({*nus, *own}))
+            if estimator.nu == "auto":
+                spread.append(estimator)
         else:
             spread.append(estimator)
     return list(dict.fromkeys(spread))
@@ -229,6 +232,7 @@ def _label(estimator: Estimator) -> str:
             estimator.stencil,
             f"{estimator.nudge} nudge",
             *([f"from {estimator.start}"] if estimator.start != "theta" else []),
+            *(["automatic ν"] if estimator.nu == "auto" else []),
         ]
         return f"{name} {', '.join(options)}" + (", unshrunk" if estimator.unshrink else "")
     if isinstance(estimator, IMAML):

@@ -47,7 +47,8 @@ class MetaLearner(nn.Module):
             positive-definite matrix (checked on random directions).
         learn_lam: meta-learn λ as well, starting at `lam`: `"scalar"`, one for all parameters, `"tensor"`, one each, or `"parameter"`,
             one per entry. Kept as log λ in `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a
-            learning rate of its own. Its gradient is the implicit one, exact for converged inner solves (with `MAML` that of the K steps).
+            learning rate of its own. Its gradient is the implicit one, exact for converged inner solves (with `MAML` that of the K
+            steps).
         adapt: which parameters adapt to a task, as a pattern of their names (`"head.*"`) or several; all by default. The others are
             shared by all tasks: meta-learned, not adapted.
         regulariser: a function R(φ, θ) of two dicts of one task's tensors, in place of ½λ‖φ − θ‖²; returns a scalar.
@@ -284,8 +285,9 @@ class MetaLearner(nn.Module):
                 return stacked, f"{size} parameters: on a CPU many small solves are faster side by side"
             # Second derivatives and gradients by shared parameters run layer by layer.
             plain = not isinstance(self.estimator, IMAML) and not problem.shared
-            if plain and size * len(batch) * self.estimator.width <= LARGEST_TRUNKS_ON_CPU and runs_trunk(problem, batch):
-                return stacked, "convolution blocks run as one operation, side by side"
+            if plain and runs_trunk(problem, batch):
+                rows = self.chunk if self.chunk is not None else max(self.estimator.width, NUMBERS_AT_ONCE_ON_CPU // size)
+                return StackedEngine(rows), f"convolution blocks run as one operation, {rows} solves side by side"
             return inplace, f"{size} parameters: on a CPU large solves are faster one after the other"
         if size * len(batch) * self.estimator.width <= LARGEST_STACKED_ELSEWHERE:
             return stacked, "many solves side by side fill the device"
@@ -335,8 +337,9 @@ class MetaLearner(nn.Module):
 # needs a fraction of the memory.
 LARGEST_STACKED_ON_CPU = 100_000
 # Convolution blocks at the beginning of a model (see `engines.trunk`) are 1.4 to 2.6 times faster stacked: measured on 2 cores with Conv4
-# of 8 to 128 channels on 28×28 and 84×84 images, 1 to 16 tasks, 5 to 75 examples. So many numbers in all rows together take 40 MB.
-LARGEST_TRUNKS_ON_CPU = 10_000_000
+# of 8 to 128 channels on 28×28 and 84×84 images, 1 to 16 tasks, 5 to 75 examples. More rows than a few bring nothing then; they are as
+# many as have this many parameters together, 8 MB a copy in float32.
+NUMBERS_AT_ONCE_ON_CPU = 2_000_000
 LARGEST_STACKED_ELSEWHERE = 500_000_000
 
 

@@ -15,6 +15,7 @@ from metanudge.experiments import ablation, fewshot, glyphs, mnist1d, omniglot
 from metanudge.experiments import methods as m
 from metanudge.experiments.base import Measured, Result, Row
 from metanudge.experiments.network_errors import curvature
+from metanudge.experiments.omniglot_runs import FIVE_WAY, tasks_of
 from metanudge.experiments.variants import POINTS, Variant, all_variants, trained_variants
 from metanudge.models import MLP
 from metanudge.tasks import Labelled
@@ -112,10 +113,10 @@ def test_without_omniglot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("METANUDGE_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path))
-    source, name = omniglot.tasks_of(5, 1, 3, glyphs=True, seed=0, device=CPU)
+    source, name = tasks_of(5, 1, 3, glyphs=True, seed=0, device=CPU)
     assert (source.input_shape, name) == ((1, 28, 28), "invented characters")
     with pytest.raises(UserError, match=r"Omniglot was not found in .*METANUDGE_DATA names a folder"):
-        omniglot.tasks_of(5, 1, 3, glyphs=False, seed=0, device=CPU)
+        tasks_of(5, 1, 3, glyphs=False, seed=0, device=CPU)
 
 
 # ------------------------------------------------------------------------------------------------ verdicts
@@ -153,7 +154,7 @@ def test_the_verdict_on_mnist1d_follows_the_rows() -> None:
 
 
 def omniglot_verdict(short: float, long: float, imaml: float = 0.98) -> tuple[str, str]:
-    config = omniglot.Config(settings=omniglot.FIVE_WAY[:1], extra_settings=(), seeds=1, iterations=20, long=80, second_order_seeds=1)
+    config = omniglot.Config(settings=FIVE_WAY[:1], extra_settings=(), seeds=1, iterations=20, long=80, second_order_seeds=1)
 
     def one(method: str, iterations: int, end: float) -> Measured:
         cell = {"setting": "5-way 1-shot", "method": method, "iterations": iterations, "seed": 0}

@@ -92,7 +92,7 @@ class Stats:
         if self.diverged:
             parts[-1] += " (grew: try a smaller lr or a larger lam)"
         if self.nu is not None:
-            parts.append(f"ν {self.nu:g}")
+            parts.append(f"ν {self.nu:.3g}")
         parts.append(f"|meta-gradient| {self.gradient_norm:.3g}, {self.tasks} tasks, {self.engine}")
         return ", ".join(parts)
 

@@ -11,10 +11,11 @@ import torch
 
 import metanudge as mn
 from metanudge.bench.precision import precision
-from metanudge.experiments import ablation_figures, fewshot, omniglot
+from metanudge.experiments import ablation_figures, fewshot
 from metanudge.experiments import methods as m
 from metanudge.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge.experiments.network_errors import TARGETS, Exact
+from metanudge.experiments.omniglot_runs import FIVE_WAY, make_trial
 from metanudge.experiments.spread import Mean, Spread, short
 from metanudge.experiments.variants import DATA, POINTS, Variant, accuracy, all_variants, cosine, trained_variants
 from metanudge.models import Conv1D
@@ -100,10 +101,8 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     fewshot.release(device)
     estimator = Variant.of(cell).estimator
     if cell["part"] == "omniglot":
-        sizes = omniglot.Config()
-        trial, _ = omniglot.make_trial(omniglot.FIVE_WAY[0], m.LOSS, sizes, device, seed=seed)
-        trial.estimator = estimator
-        recipe = fewshot.Recipe(config.omniglot_inner, config.omniglot_rate, config.omniglot_iterations, sizes.tasks, cosine=True)
+        trial, _ = make_trial(FIVE_WAY[0], estimator, queries=15, channels=64, glyphs=False, seed=seed, device=device)
+        recipe = fewshot.Recipe(config.omniglot_inner, config.omniglot_rate, config.omniglot_iterations, 32, cosine=True)
         with precision("tf32", device):
             return [fewshot.summary(trial.scores(recipe, split="test", tasks=config.test_tasks))]
     trial = fewshot.Trial(m.seeded(seed, lambda: Conv1D(ways=3), device), estimator, _source(seed, device))

@@ -14,6 +14,7 @@ from metanudge.experiments.variants import DATA, POINTS, Variant, accuracy, cosi
 
 
 def cosines(result: Result[Any]) -> Drawing:
+    """Cosine with both targets at the smallest K, symmetric stencil; open markers for what has no ν or chooses its own."""
     points = [point for point in POINTS if result.rows(part="error", point=point)]
     steps = min(result.distinct("steps"))
     figure, axes = style.figure(2 * len(points), width=3.1 * 2 * len(points) + 1.6, height=4.2, sharey=True, squeeze=False)
@@ -42,6 +43,7 @@ def cosines(result: Result[Any]) -> Drawing:
 
 
 def accuracies(result: Result[Any], parts: Sequence[str]) -> Drawing:
+    """One line for each trained variant, one panel for each data set."""
     variants = [v for v in trained_variants(result.config.options) if any(accuracy(result, part, v) for part in parts)]
     figure, axes = style.figure(len(parts), width=3.6 + 3.4 * len(parts), height=0.9 + 0.26 * len(variants), sharey=True, squeeze=False)
     for one, part in zip(axes[0], parts, strict=True):

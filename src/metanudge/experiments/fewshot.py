@@ -110,10 +110,10 @@ class Trial:
         return float(self.scores(recipe, split=split, tasks=tasks).mean())
 
 
-def accuracies(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> Tensor:
-    """Accuracy on the query sets of episodes 0 … tasks − 1 of a split after adaptation."""
-    firsts = range(0, tasks, AT_ONCE)
-    return torch.cat([learner.evaluate(source.batch(range(first, min(first + AT_ONCE, tasks)), split)).accuracy for first in firsts])
+def accuracies(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int, *, steps: int | None = None) -> Tensor:
+    """Accuracy on the query sets of episodes 0 … tasks − 1 of a split after adaptation with the learner's own steps, or so many."""
+    parts = (range(first, min(first + AT_ONCE, tasks)) for first in range(0, tasks, AT_ONCE))
+    return torch.cat([learner.evaluate(source.batch(part, split), steps=steps).accuracy for part in parts])
 
 
 def accuracy(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> float:

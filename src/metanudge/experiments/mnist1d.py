@@ -143,7 +143,7 @@ def _draw_grid(result: Result[Config], axes: Any) -> None:
 def table(result: Result[Config]) -> Table:
     """Accuracy early and at the end, and the rates that tuning found."""
     shown = sorted({_last_before(result, EARLY), max(result.config.at)})
-    rows = []
+    rows: list[tuple[str | Shown, ...]] = []
     for method in m.ESTIMATORS:
         at, means = curve(result, method)
         if at:

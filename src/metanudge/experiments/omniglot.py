@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,10 @@ from metanudge.estimators import Estimator
 from metanudge.experiments import fewshot, style
 from metanudge.experiments import methods as m
 from metanudge.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
-from metanudge.experiments.glyphs import glyph_tasks
+from metanudge.experiments.omniglot_runs import FIVE_WAY, TWENTY_WAY, make_trial, watched
 from metanudge.experiments.spread import Mean
-from metanudge.models import Conv4
-from metanudge.tasks import Episodes, Omniglot
-from metanudge.training.errors import UserError
 
-FIVE_WAY, TWENTY_WAY = ("5-way 1-shot", "5-way 5-shot"), ("20-way 1-shot", "20-way 5-shot")
+MORE_STEPS = 16  # with which the published iMAML adapts
 LARGER = f"{m.GRADIENT}, ν = 0.3"
 ESTIMATORS: dict[str, Estimator] = {**m.ESTIMATORS, LARGER: mn.FOBMAML(nu=0.3, nudge="gradient")}
 
@@ -114,57 +110,35 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
         rows: list[Row] = [
             {"kind": "tuning", "inner": one.inner, "rate": one.rate, "accuracy": score} for one, score in zip(tried, scores, strict=True)
         ]
-        trial, data = make_trial(setting, method, config, device, seed=seed)
+        trial, data = _trial(setting, method, config, device, seed=seed)
         recipe = fewshot.Recipe(best.inner, best.rate, last, best.tasks, cosine=True)
 
         def see(iteration: int, learner: mn.MetaLearner) -> None:
             count = config.test_tasks if iteration == last else config.watch_tasks
-            found = fewshot.accuracies(learner, trial.source, "test", count)
-            rows.append(
-                {"kind": "test", "iteration": iteration, **fewshot.summary(found), "tasks": count, **recipe_of(best), "data": data}
-            )
+            about = {"iteration": iteration, "tasks": count, **recipe_of(best), "data": data}
+            rows.append({"kind": "test", **about, **fewshot.summary(fewshot.accuracies(learner, trial.source, "test", count))})
+            if iteration == last:
+                more = fewshot.accuracies(learner, trial.source, "test", count, steps=MORE_STEPS)
+                rows.append({"kind": "more steps", **about, **fewshot.summary(more)})
 
         if not trial.train(recipe, at=watched(last), see=see):
             rows.append({"kind": "test", "iteration": last, "accuracy": None, "ci95": None, "tasks": 0, **recipe_of(best), "data": data})
     return rows
 
 
-def watched(iterations: int) -> list[int]:
-    """After which meta-steps a run is tested.
-
-    Example:
-        >>> watched(2000)
-        [125, 250, 500, 1000, 1500, 2000]
-    """
-    return sorted({max(1, round(iterations * share)) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)})
-
-
-def make_trial(setting: str, method: str, config: Config, device: torch.device, *, seed: int) -> tuple[fewshot.Trial, str]:
-    """What is trained, and the name of its data."""
-    ways, shots = map(int, re.findall(r"\d+", setting))
-    source, name = tasks_of(ways, shots, config.queries, glyphs=config.glyphs, seed=seed, device=device)
-    model = m.seeded(seed, lambda: Conv4(ways=ways, channels=config.channels), device)
-    return fewshot.Trial(model, ESTIMATORS[method], source), name
-
-
-def tasks_of(ways: int, shots: int, queries: int, *, glyphs: bool, seed: int, device: torch.device) -> tuple[Episodes, str]:
-    """Omniglot from a folder or the cache, or invented characters where they are allowed in its place."""
-    try:
-        return Omniglot(ways, shots, queries, seed=seed, split_by="random", download=False, device=device), "Omniglot"
-    except FileNotFoundError as error:
-        if glyphs:
-            return glyph_tasks(ways, shots, queries, seed=seed, device=device), "invented characters"
-        raise UserError(f"{error} `metanudge data omniglot` fetches it; METANUDGE_DATA names a folder that has it.") from error
-
-
 @functools.cache
 def tuned(setting: str, method: str, config: Config, device: torch.device) -> tuple[fewshot.Recipe, list[fewshot.Recipe], list[float]]:
     """The best pair of learning rates for a setting and method, on a model and a stream of tasks of its own; the same for all seeds."""
-    trial, _ = make_trial(setting, method, config, device, seed=1000)
+    trial, _ = _trial(setting, method, config, device, seed=1000)
     tasks = config.many_way_tasks if setting in TWENTY_WAY else config.tasks
     pairs = [(inner, rate) for inner in config.inner_rates for rate in config.meta_rates]
     recipes = [fewshot.Recipe(inner, rate, config.tuning, tasks, cosine=True) for inner, rate in pairs]
     return fewshot.best_recipe(trial, recipes, (config.tuning,), keep=1, tasks=config.val_tasks)
+
+
+def _trial(setting: str, method: str, config: Config, device: torch.device, *, seed: int) -> tuple[fewshot.Trial, str]:
+    sizes = {"queries": config.queries, "channels": config.channels}
+    return make_trial(setting, ESTIMATORS[method], **sizes, glyphs=config.glyphs, seed=seed, device=device)
 
 
 def recipe_of(best: fewshot.Recipe) -> dict[str, float]:
@@ -207,7 +181,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
         one.set(xscale="log", yscale="log", xlabel="meta-steps", title=setting)
         for axis in (one.xaxis, one.yaxis):
             style.plain_ticks(axis)
-            axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+            axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
     for row in axes:
         row[0].set_ylabel("errors on test tasks, %")
     style.legend(axes[0][-1])
@@ -259,7 +233,7 @@ def judge(result: Result[Config]) -> Verdict:
 
 
 def explanation(result: Result[Config]) -> str:
-    """What is missing is training: how much every method gained in the last half of the meta-steps, and by the longer runs."""
+    """What would bring more: the last half of the meta-steps, longer runs, more steps of adaptation."""
     texts = []
     for setting in result.config.settings:
         last = result.config.iterations
@@ -273,6 +247,9 @@ def explanation(result: Result[Config]) -> str:
             short, long = final(result, setting, method, last), final(result, setting, method, result.config.long)
             if result.config.long and short is not None and long is not None:
                 texts.append(f"{method} gained {long.mean - short.mean:+.2f} with {result.config.long}")
+            more = result.values("accuracy", kind="more steps", setting=setting, method=method, iterations=result.config.long or last)
+            if more:
+                texts.append(f"{method} has {100 * sum(more) / len(more):.2f} % where it adapts with {MORE_STEPS} steps")
     data = result.rows(kind="test")[0]["data"]
     small = f" The data are {data}." if data != "Omniglot" else ""
     return f"{'; '.join(texts)}.{small} The published runs of MAML have 60,000 meta-steps."

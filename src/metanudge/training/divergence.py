@@ -1,10 +1,10 @@
-"""Inner solves that overshoot: noticed over many meta-steps, said once."""
+"""Inner solves that overshoot, and meta-gradients that drown in their own error: noticed, and said once."""
 
 from __future__ import annotations
 
 from collections import deque
 
-_RECENT = 50
+_RECENT = 20
 
 
 class DivergenceWatch:
@@ -13,12 +13,13 @@ class DivergenceWatch:
     Example:
         >>> watch = DivergenceWatch()
         >>> [step for step in range(200) if watch.see(1.0, 2.0)]
-        [49]
+        [19]
     """
 
     def __init__(self) -> None:
         self._grew: deque[bool] = deque(maxlen=_RECENT)
         self._warned = False
+        self._doubted = False
 
     def see(self, start: float, end: float) -> str | None:
         """A warning, the first time that more than half of the recent meta-steps ended with a larger residual than they began with."""
@@ -27,6 +28,24 @@ class DivergenceWatch:
             return None
         self._warned = True
         return (
-            f"The inner residual grew in {sum(self._grew)} of {_RECENT} meta-steps: the inner steps overshoot. Training may "
-            "work all the same; for accurate meta-gradients use a smaller lr in --solver or a larger --lam."
+            f"The inner residual grew in {sum(self._grew)} of {_RECENT} meta-steps: the inner steps overshoot. Training may work all the "
+            "same, and fomaml often does; fobmaml and imaml rely on inner steps that settle and may stop learning. Use a smaller lr in "
+            "--solver, a larger --lam, or --estimator fobmaml:nu=auto."
+        )
+
+    def see_error(self, error: float) -> str | None:
+        """A warning, the first time that no ν was found at which the meta-gradient is larger than its error.
+
+        Example:
+            >>> watch = DivergenceWatch()
+            >>> [bool(watch.see_error(error)) for error in (0.2, 1.5, 1.5)]
+            [False, True, False]
+        """
+        if self._doubted or error < 1:
+            return None
+        self._doubted = True
+        return (
+            "No ν was found at which the meta-gradient of a few tasks is larger than its error: the inner steps overshoot, or cross the "
+            "kinks of ReLU and max-pooling too often. Noise averages out over tasks and meta-steps, so training may work all the same. A "
+            "smaller lr in --solver, a larger --lam or more --tasks help; so does --estimator fobmaml:stencil=tangent, which has no ν."
         )

@@ -164,6 +164,9 @@ class Trainer:
         state, found = self.group.share(choose)
         tuner.load_state_dict(state)
         tuner.last = found
+        warning = self._watch.see_error(found.error)
+        if warning is not None:
+            self.reporter.note(warning)
 
     @property
     def _measured(self) -> bool:

@@ -156,7 +156,7 @@ def describe(values: dict[str, Any]) -> str:
         parts.append(f"accuracy {values['query_accuracy']:.1%}")
     parts.append(f"residual {values['residual']:.2g}")
     if _given(values, "nu"):
-        parts.append(f"ν {values['nu']:g}")
+        parts.append(f"ν {values['nu']:.3g}")
     learned = describe_stiffness(values)
     if learned is not None:
         parts.append(learned)

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from metanudge.engines.trunk.convolution import Convolution
 from metanudge.engines.trunk.interface import BlockWeights
+from metanudge.engines.trunk.padded import Padded, padded
 from metanudge.engines.trunk.pooling import add_share, largest, phases, products
-from metanudge.engines.trunk.room import Room, room
 
 
 @dataclass
 class Kept:
     """What a block's backward pass needs from its forward pass."""
 
-    z: Room  # the inputs, (rows, examples, *spatial, in_channels)
+    z: Padded  # the inputs, (rows, examples, *spatial, in_channels)
     convolution: Any
     y: Tensor  # (rows, examples, *convolved, out_channels), centred
     pooled: Tensor  # (rows, examples, *pooled, out_channels), the largest of y
@@ -46,8 +46,8 @@ class LaterBlock:
         """Zeros it needs around its inputs."""
         return self._convolution.border
 
-    def forward(self, z: Room, weights: BlockWeights, border: tuple[int, ...], *, positive: bool) -> tuple[Room, Kept]:
-        """Outputs `(rows, examples, *pooled, out_channels)` with room around them; with `positive` all γ are known to be."""
+    def forward(self, z: Padded, weights: BlockWeights, border: tuple[int, ...], *, positive: bool) -> tuple[Padded, Kept]:
+        """Outputs `(rows, examples, *pooled, out_channels)` with a border around them; with `positive` all γ are known to be."""
         weight, _, gamma, beta = weights
         gamma, beta = (None if leaf is None else leaf.unsqueeze(1) for leaf in (gamma, beta))
         sign = None if gamma is None or positive else torch.copysign(torch.ones_like(gamma), gamma)
@@ -84,10 +84,10 @@ class LaterBlock:
         return dz, BlockWeights(dw, None, dgamma.squeeze(1), dbeta.squeeze(1))
 
 
-def rectified(out: Tensor, border: tuple[int, ...]) -> Room:
-    """ReLU, with room around it; may overwrite its argument."""
+def rectified(out: Tensor, border: tuple[int, ...]) -> Padded:
+    """ReLU, with a border around it; may overwrite its argument."""
     if not any(border):
-        return Room(out, out.relu_())
-    place = room(out, out.shape, border)
+        return Padded(out, out.relu_())
+    place = padded(out, out.shape, border)
     torch.clamp_min(out, 0, out=place.inside)
     return place

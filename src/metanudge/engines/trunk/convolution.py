@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metanudge.engines.trunk.match import Block
-from metanudge.engines.trunk.room import Room
+from metanudge.engines.trunk.padded import Padded
 
 NARROW = 16  # up to so many channels two neighbouring outputs from one window are faster than one
 
@@ -27,13 +27,13 @@ class Convolution(Protocol):
     def held(self, convolved: Sequence[int]) -> int:
         """How many numbers it keeps for one example of a row, besides inputs and outputs."""
 
-    def forward(self, z: Room, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
+    def forward(self, z: Padded, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
         """`(rows, examples, *convolved, out_channels)`, which the caller may overwrite, and what the derivative needs.
 
         The outputs are multiplied by `sign`, `(rows, 1, out_channels)`.
         """
 
-    def backward(self, g: Tensor, z: Room, kept: Any) -> tuple[Tensor, Tensor]:
+    def backward(self, g: Tensor, z: Padded, kept: Any) -> tuple[Tensor, Tensor]:
         """Gradients with respect to the inputs and to weight × sign, from that of the outputs."""
 
 
@@ -49,7 +49,7 @@ class Columns:
         """The windows."""
         return math.prod(convolved) * math.prod(self._kernel) * self._channels
 
-    def forward(self, z: Room, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
+    def forward(self, z: Padded, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
         """The product of windows and filters."""
         rows, examples, *sizes, _ = z.whole.shape
         spatial = [n - k + 1 for n, k in zip(sizes, self._kernel, strict=True)]
@@ -57,7 +57,7 @@ class Columns:
         windows, filters = self._windows(z.whole, spatial, m), _filters(weight, sign, m)
         return torch.bmm(windows, filters).view(rows, examples, *spatial, -1), (windows, filters)
 
-    def backward(self, g: Tensor, z: Room, kept: Any) -> tuple[Tensor, Tensor]:
+    def backward(self, g: Tensor, z: Padded, kept: Any) -> tuple[Tensor, Tensor]:
         """The same two matrices, and the windows' gradients put back where they came from."""
         windows, filters = kept
         rows, examples, *spatial, out = g.shape
@@ -139,12 +139,12 @@ class Native:
         """Nothing."""
         return 0
 
-    def forward(self, z: Room, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
+    def forward(self, z: Padded, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
         """One convolution a row."""
         turned = weight if sign is None else weight * sign.view(*weight.shape[:2], 1, 1, 1)
         return _stacked([F.conv2d(_images(x), w, None, 1, self._padding) for x, w in zip(z.whole, turned, strict=True)]), turned
 
-    def backward(self, g: Tensor, z: Room, kept: Any) -> tuple[Tensor, Tensor]:
+    def backward(self, g: Tensor, z: Padded, kept: Any) -> tuple[Tensor, Tensor]:
         """One derivative a row."""
         options = (None, [1, 1], self._padding, [1, 1], False, [0, 0], 1, [True, True, False])
         parts = [

@@ -5,7 +5,7 @@ before the convolution and goes into the filters, a = γ/σ. The block is then r
 
     [S, s] = Σ g_winner [x, 1]
 
-gives all gradients: dβ = s, dγ = wᵀS/σ, dw = a(S − Cw·wᵀS/σ²). Nothing of the convolution's size is kept.
+gives all gradients: dβ = s, dγ = wᵀS/σ, dw = a(S − Cw·wᵀS/σ²). The convolution is made piece by piece, and again on the way back.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from metanudge.engines.trunk.block import rectified
 from metanudge.engines.trunk.interface import BlockWeights
 from metanudge.engines.trunk.match import Block
+from metanudge.engines.trunk.padded import Padded
 from metanudge.engines.trunk.pooling import largest, parities, share
-from metanudge.engines.trunk.room import Room
 
 IN_CACHE = 1 << 19  # numbers of a piece of the convolution: what the passes over it find in a core's cache
 LARGEST_KEPT = 1 << 20  # bytes of one task's windows that are kept for all steps instead of being made anew in each
@@ -57,7 +57,7 @@ class Kept:
     """What the backward pass needs from the forward pass."""
 
     windows: Tensor  # (tasks, phases, examples × pooled, in_channels × kernel + 1)
-    convolved: list[Tensor]  # piece by piece, (tasks, phases, places, out_channels); empty where that is much
+    convolved: list[list[Tensor]]  # piece by piece, phase by phase, (tasks, places, out_channels); empty where that is much
     w: Tensor  # the filters as they are, (rows, out_channels, in_channels × kernel)
     filters: Tensor  # [a w, β], (rows, in_channels × kernel + 1, out_channels)
     scale: Tensor  # a = γ/σ, (rows, out_channels, 1)
@@ -94,8 +94,8 @@ class FirstBlock:
         small = math.prod(x.shape[1:]) * x.element_size() <= LARGEST_KEPT
         return replace(patches, kept=patches.windows()) if small else patches
 
-    def forward(self, patches: Patches, weights: BlockWeights, border: tuple[int, ...]) -> tuple[Room, Kept]:
-        """Outputs `(rows, examples, *pooled, out_channels)`, with room around them."""
+    def forward(self, patches: Patches, weights: BlockWeights, border: tuple[int, ...]) -> tuple[Padded, Kept]:
+        """Outputs `(rows, examples, *pooled, out_channels)`, with a border around them."""
         weight, _, gamma, beta = weights
         w = weight.flatten(2)
         exact = w.double()
@@ -107,47 +107,35 @@ class FirstBlock:
         filters = torch.cat([w * scale, shift], -1).transpose(1, 2).contiguous()
         windows = patches.windows()
         out = filters.new_empty(len(filters), windows.shape[2], filters.shape[2])
-        pieces: list[Tensor] = []
+        pieces: list[list[Tensor]] = []
         for rows, tasks, place in _pieces(windows, filters):
             convolved = _convolved(windows[tasks, :, place], filters[rows])
-            largest(convolved.unbind(1), out=out[rows, place])
+            largest(convolved, out=out[rows, place])
             if out.numel() <= IN_CACHE:
                 pieces.append(convolved)
         kept = Kept(windows, pieces, w, filters, scale, deviation, spread.to(w.dtype))
         return rectified(out.view(len(out), *patches.shape, -1), border), kept
 
     def backward(self, g: Tensor, out: Tensor, kept: Kept) -> BlockWeights:
-        """Gradients with respect to the weights, from that of the outputs `out`."""
+        """Gradients with respect to the weights, from that of the outputs `out`. Overwrites what was kept."""
         filters = kept.filters
         g = torch.ops.aten.threshold_backward(g, out, 0).view(len(filters), -1, filters.shape[2])
         sums = g.new_zeros(len(filters), filters.shape[2], filters.shape[1])
         for at, (rows, tasks, place) in enumerate(_pieces(kept.windows, filters)):
             windows = kept.windows[tasks, :, place]
             convolved = kept.convolved[at] if kept.convolved else _convolved(windows, filters[rows])
-            shares = torch.empty_like(convolved)
-            share(g[rows, place], convolved.unbind(1), shares.unbind(1))
-            _add_products(sums[rows], shares, windows)
+            share(g[rows, place], convolved)
+            for phase, part in zip(windows.unbind(1), convolved, strict=True):
+                sums[rows].baddbmm_(part.transpose(1, 2), phase)
         moved, dbeta = sums[..., :-1], sums[..., -1]
         dgamma = torch.linalg.vecdot(kept.w, moved).unsqueeze(-1) * kept.deviation
         dw = torch.addcmul(moved, kept.spread, dgamma * kept.deviation, value=-1).mul_(kept.scale)
         return BlockWeights(dw.unflatten(2, (-1, *self._block.kernel)), None, dgamma.squeeze(-1), dbeta)
 
 
-def _convolved(windows: Tensor, filters: Tensor) -> Tensor:
-    """`(tasks, phases, places, out_channels)`."""
-    tasks, number, places, size = windows.shape
-    if windows.is_contiguous():
-        return torch.bmm(windows.view(tasks, -1, size), filters).view(tasks, number, places, -1)
-    return torch.stack([torch.bmm(phase, filters) for phase in windows.unbind(1)], 1)
-
-
-def _add_products(sums: Tensor, shares: Tensor, windows: Tensor) -> None:
-    """sums += Σ share ⊗ window."""
-    if windows.is_contiguous():
-        sums.baddbmm_(shares.flatten(1, 2).transpose(1, 2), windows.flatten(1, 2))
-        return
-    for phase, part in zip(windows.unbind(1), shares.unbind(1), strict=True):
-        sums.baddbmm_(part.transpose(1, 2), phase)
+def _convolved(windows: Tensor, filters: Tensor) -> list[Tensor]:
+    """The phases, `(tasks, places, out_channels)` each."""
+    return [torch.bmm(phase, filters) for phase in windows.unbind(1)]
 
 
 def _pieces(windows: Tensor, filters: Tensor) -> Iterator[tuple[slice, slice, slice]]:

@@ -44,20 +44,16 @@ def largest(of: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     return torch.maximum(largest(of[:half]), largest(of[half:]), out=out)
 
 
-def share(g: Tensor, of: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Write what each phase gets of the maximum's gradient: all of it or nothing. Of equals the first wins, as in torch."""
+def share(g: Tensor, of: Sequence[Tensor]) -> None:
+    """Overwrite each phase with what it gets of the maximum's gradient: all or nothing. Of equals the first wins, as in torch."""
     half = len(of) // 2
-    if half == 1:
-        first, second = out
-    else:
-        first, second = torch.empty_like(g), torch.empty_like(g)
+    first, second = of if half == 1 else (torch.empty_like(g), torch.empty_like(g))
     # A comparison written as numbers: a product with booleans converts them first, which takes twice as long.
-    torch.ge(largest(of[:half]), largest(of[half:]), out=first)
-    torch.mul(first, g, out=first)
+    torch.ge(largest(of[:half]), largest(of[half:]), out=first).mul_(g)
     torch.sub(g, first, out=second)
     if half > 1:
-        share(first, of[:half], out[:half])
-        share(second, of[half:], out[half:])
+        share(first, of[:half])
+        share(second, of[half:])
 
 
 def add_share(g: Tensor, of: Sequence[Tensor], to: Sequence[Tensor]) -> None:

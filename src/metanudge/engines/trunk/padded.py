@@ -1,4 +1,4 @@
-"""Activations with room around them: a border of zeros where the next convolution wants one."""
+"""Activations with a border of zeros around them, where the next convolution wants one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Room(NamedTuple):
+class Padded(NamedTuple):
     """An activation `(rows, examples, *spatial, channels)` as a view of a larger tensor whose border is zero."""
 
     whole: Tensor
     inside: Tensor
 
 
-def room(like: Tensor, shape: tuple[int, ...], border: tuple[int, ...]) -> Room:
-    """Room for an activation of this shape; its inside holds anything."""
+def padded(like: Tensor, shape: tuple[int, ...], border: tuple[int, ...]) -> Padded:
+    """Memory for an activation of this shape; its inside holds anything."""
     rows, examples, *spatial, channels = shape
     whole = inside = like.new_empty(rows, examples, *(n + 2 * p for n, p in zip(spatial, border, strict=True)), channels)
     for axis, (size, p) in enumerate(zip(spatial, border, strict=True), 2):
@@ -23,4 +23,4 @@ def room(like: Tensor, shape: tuple[int, ...], border: tuple[int, ...]) -> Room:
             inside.narrow(axis, 0, p).zero_()
             inside.narrow(axis, p + size, p).zero_()
             inside = inside.narrow(axis, p, size)
-    return Room(whole, inside)
+    return Padded(whole, inside)

@@ -1,0 +1,121 @@
+"""The meta-optimizers of the convergence experiment: runs on a meta-objective, and each one's best step size of a common grid."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metanudge import optim
+from metanudge.experiments.base import Result, Row
+from metanudge.experiments.meta_objectives import MetaObjective
+from metanudge.experiments.outer_loss import drawn
+from metanudge.experiments.spread import Spread
+
+GD, CLIPPED, NORMALIZED, SNGDM, ADAM = "GD", "ClippedGD", "NormalizedGD", "SNGDM", "Adam"
+Make = Callable[[list[Tensor], float], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    GD: lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
+    CLIPPED: lambda parameters, rate: optim.ClippedGD(parameters, lr=rate, max_norm=1.0),
+    NORMALIZED: lambda parameters, rate: optim.NormalizedGD(parameters, lr=rate, smoothing=1.0),
+    SNGDM: lambda parameters, rate: optim.SNGDM(parameters, lr=rate),
+    ADAM: lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
+}
+SCHEDULES = ("constant", "decaying")
+
+
+def run(objective: MetaObjective, make: Make, rate: float, *, steps: int, decaying: bool, seed: int | None) -> list[float]:
+    """‖∇F(θ)‖ before each step and at the end; with a seed each step sees one task drawn at random. Ends early where it overflows."""
+    theta = objective.start.clone().requires_grad_()
+    optimizer = make([theta], rate)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    norms: list[float] = []
+    for step in range(steps + 1):
+        gradients = objective.gradients(theta.detach())
+        mean = gradients.mean(0)
+        norms.append(float(mean.norm()))
+        if step == steps or not norms[-1] < 1e12:
+            break
+        if decaying:
+            optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
+        task = None if generator is None else int(torch.randint(objective.tasks, (), generator=generator))
+        theta.grad = mean if task is None else gradients[task]
+        optimizer.step()
+    return norms
+
+
+def tuned(
+    objective: MetaObjective, optimizer: str, *, rates: Sequence[float], steps: int, epsilon: float, sampled: int | None
+) -> list[Row]:
+    """A row for each step size and schedule, and the curve of the best; `sampled` is the seed of sampled tasks, None for all tasks."""
+    rows: list[Row] = []
+    best: tuple[tuple[float, float], list[float]] | None = None
+    for rate, schedule in itertools.product(rates, SCHEDULES):
+        norms = run(objective, OPTIMIZERS[optimizer], rate, steps=steps, decaying=schedule == "decaying", seed=sampled)
+        reached, last = first_below(norms, epsilon), mean_of_last(norms, steps)
+        rows.append({"kind": "run", "rate": rate, "schedule": schedule, "reached": reached, "last": last})
+        score = (math.inf if reached is None or sampled is not None else reached, last if math.isfinite(last) else math.inf)
+        if best is None or score < best[0]:
+            best = score, norms
+    assert best is not None
+    kept = [0, *drawn(steps)]
+    return [*rows, *({"kind": "curve", "step": k, "norm": float(f"{best[1][k]:.5g}")} for k in kept if k < len(best[1]))]
+
+
+def first_below(norms: Sequence[float], epsilon: float) -> int | None:
+    """The first step at which ‖∇F‖ ≤ ε; None where that never happens.
+
+    Example:
+        >>> first_below([3.0, 0.5, 0.7], 1.0), first_below([3.0], 1.0)
+        (1, None)
+    """
+    return next((step for step, norm in enumerate(norms) if norm <= epsilon), None)
+
+
+def mean_of_last(norms: Sequence[float], steps: int) -> float:
+    """The mean ‖∇F‖ over the last tenth of the steps; NaN where a run overflowed before its end."""
+    if len(norms) <= steps:
+        return math.nan
+    tail = norms[-max(1, steps // 10) :]
+    return math.fsum(tail) / len(tail)
+
+
+@dataclass(frozen=True)
+class Best:
+    """An optimizer's best step size on a problem, the median over the seeds.
+
+    Attributes:
+        reached: steps to ε; infinite where it was not reached.
+        last: mean ‖∇F‖ over the last tenth of the steps.
+        rate: the step size.
+        edge: whether it lies at an end of the grid.
+    """
+
+    reached: float
+    last: float
+    rate: float
+    edge: bool
+
+
+def best(result: Result[Any], problem: str, optimizer: str, *, sampled: bool) -> Best | None:
+    """Of the same grid and both schedules for everyone: fewest steps to ε; where tasks are sampled, the lowest ‖∇F‖ at the end."""
+    chosen = []
+    rates = result.config.rates
+    for seed in result.distinct("seed"):
+        rows = result.rows(problem=problem, what=optimizer, sampled=sampled, seed=seed, kind="run")
+        if rows:
+            row = min(rows, key=lambda row: (_number(row["reached"]) if not sampled else math.inf, _number(row["last"])))
+            chosen.append(row)
+    if not chosen:
+        return None
+    middle = [Spread.of([_number(row[key]) for row in chosen]).median for key in ("reached", "last", "rate")]
+    return Best(*middle, edge=any(row["rate"] in (rates[0], rates[-1]) for row in chosen))
+
+
+def _number(value: float | None) -> float:
+    return math.inf if value is None else value
