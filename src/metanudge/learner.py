@@ -113,7 +113,7 @@ class MetaLearner(nn.Module):
         self.engine = engine
         self.chunk = chunk
         self.seed = seed
-        self.compile = compile
+        self.compiled = compile
         self.calls = 0
         self._cached: tuple[Any, Problem, Any] | None = None
         self._cannot_stack: str | None = None
@@ -197,7 +197,7 @@ class MetaLearner(nn.Module):
         batch = TaskBatch.of(tasks)
         if seed is None:
             seed = mix(self.seed, self.calls)
-        problem, solver, captures = self.problem(), self.solver, self._captures if self.compile and compiles() else None
+        problem, solver, captures = self.problem(), self.solver, self._captures if self.compiled and compiles() else None
 
         def run(engine: Engine) -> tuple[Params, Stats]:
             estimator = self.tuner.settled(self.estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=first)
@@ -234,7 +234,7 @@ class MetaLearner(nn.Module):
             steps: number of steps, if not the solver's own.
             seed: of dropout masks and minibatches.
         """
-        with _gradients_on(), compilation(self.compile):
+        with _gradients_on(), compilation(self.compiled):
             adapted = copy.deepcopy(self.model)
             problem = Problem(Objective(adapted, self.loss), self.problem().proximal, adapt=self.adapting)
             batch = TaskBatch.of(Task(support, support))
@@ -255,7 +255,7 @@ class MetaLearner(nn.Module):
         """Adapt to every task's support set and measure on its query set. Changes nothing."""
         batch = TaskBatch.of(tasks)
         solver = self._solver(steps)
-        with _gradients_on(), compilation(self.compile):
+        with _gradients_on(), compilation(self.compiled):
             problem = self.problem()
             problem.check_tasks(batch)
             engine, _ = self.choose_engine(batch)
@@ -302,7 +302,7 @@ class MetaLearner(nn.Module):
 
     def _on_engine(self, batch: TaskBatch, run: Callable[[Engine], T]) -> T:
         """Run on the engine for a batch, and in place where the model turns out not to stack and the choice is ours."""
-        with _gradients_on(), compilation(self.compile):
+        with _gradients_on(), compilation(self.compiled):
             engine, _ = self.choose_engine(batch)
             try:
                 return run(engine)

@@ -143,7 +143,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     if name != "relu":  # Newton's method finds no optimum among the kinks
         learner.solver = mn.NewtonCG(steps=60, cg_steps=200, tol=1e-11)
         exact, _ = gradient(mn.Exact())
-    learner.solver = mn.GradientDescent(lr=0.5 / (_curvature(learner, tasks) + config.lam), steps=steps)
+    learner.solver = mn.GradientDescent(lr=0.5 / (curvature(learner, tasks) + config.lam), steps=steps)
     tangent, stats = gradient(mn.FOBMAML(stencil="tangent", nudge=nudge))
     rows: list[Row] = []
     for nu in (*GRID, None):
@@ -158,7 +158,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     return [{**row, "lr": learner.solver.lr, "residual_growth": growth, "smooth": exact is not None} for row in rows]
 
 
-def _curvature(learner: mn.MetaLearner, tasks: TaskBatch) -> float:
+def curvature(learner: mn.MetaLearner, tasks: TaskBatch) -> float:
     """The largest curvature of the tasks' support losses at θ, by power iteration."""
     with StackedEngine().session(learner.problem(), tasks, width=1, seed=0, cost=Cost()) as groups:
         return max(_largest_curvature(inner) for inner in groups)

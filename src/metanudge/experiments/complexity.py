@@ -37,8 +37,8 @@ PRECISION, MEMORY = "precision", "memory"
 class Config:
     """Sizes of the measurement.
 
-    `conditions` are those of the support objective, c; with λ = 1/c the inner problem's is κ = (c + 1)/2. Steps are doubled until the
-    last precision is reached, up to `most_steps`.
+    `conditions` are those of the support objective, c; with λ = 1/c the inner problem's is κ = (c + 1)/2. Steps grow by a third or a
+    half at a time until the last precision is reached, up to `most_steps`.
     """
 
     precisions: tuple[float, ...] = (1e-1, 1e-2, 1e-3, 1e-4)
@@ -54,7 +54,7 @@ class Config:
     @classmethod
     def quick(cls) -> Config:
         """A minute or two."""
-        return cls(conditions=(10.0, 40.0), most_steps=512, seeds=1, memory_steps=(2, 8, 32), memory_examples=(50, 200))
+        return cls(most_steps=1536, seeds=1, memory_steps=(2, 8, 32), memory_examples=(50, 200))
 
     @classmethod
     def full(cls) -> Config:
@@ -75,7 +75,7 @@ def cells(config: Config) -> list[Cell]:
 
 
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
-    """Errors and costs at 1, 2, 4, … steps; or peak memory against steps and examples."""
+    """Errors and costs at ever more steps; or peak memory against steps and examples."""
     method = str(cell["method"])
     if cell["what"] == MEMORY:
         return _memory(method, config, device)
@@ -89,8 +89,7 @@ def _until(problem: q.Problem, method: str, solver: str, tolerance: float | None
     """Ever more steps until the last precision is reached; for iMAML that of `tolerance`, with a linear system solved just well enough."""
     rows: list[Row] = []
     wanted = tolerance if tolerance is not None else min(config.precisions)
-    steps = 1
-    while steps <= config.most_steps and not (rows and rows[-1]["error"] <= wanted):
+    for steps in lengths(config.most_steps):
         learner = problem.learner(estimator(method, tolerance, config.dim), steps)
         learner.engine = "inplace" if "inplace" in learner.estimator.engines else "stacked"
         learner.solver = make_solver(solver, problem, steps)
@@ -109,8 +108,20 @@ def _until(problem: q.Problem, method: str, solver: str, tolerance: float | None
                 "seconds": seconds,
             }
         )
-        steps *= 2
+        if rows[-1]["error"] <= wanted:
+            break
     return rows
+
+
+def lengths(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, … up to a number.
+
+    Example:
+        >>> lengths(20)
+        [1, 2, 3, 4, 6, 8, 12, 16]
+    """
+    powers = [2**k for k in range(most.bit_length())]
+    return sorted(n for n in {*powers, *(3 * n for n in powers)} if n <= most)
 
 
 def estimator(method: str, tolerance: float | None, dim: int) -> Estimator:
@@ -153,7 +164,7 @@ def _delta(learner: mn.MetaLearner, problem: q.Problem) -> float:
 def _memory(method: str, config: Config, device: torch.device) -> list[Row]:
     """Peak bytes of a meta-gradient of one task, in copies of θ, against steps, and against the number of examples."""
     rows: list[Row] = []
-    most, fewest = max(config.memory_examples), min(config.memory_examples)
+    fewest = min(config.memory_examples)
     for steps, examples in [*((steps, fewest) for steps in config.memory_steps), *((2, n) for n in config.memory_examples if n > fewest)]:
         model, loss, tasks = _perceptron(examples)
         learner = mn.MetaLearner(model.to(device), loss, lam=2.0, estimator=estimator(method, None, config.dim))
@@ -170,3 +181,91 @@ def _perceptron(examples: int) -> Setup:
     """Its activations weigh more than its parameters."""
     model = seeded(0, lambda: nn.Sequential(nn.Linear(10, 20), *(layer for _ in range(3) for layer in (nn.Tanh(), nn.Linear(20, 20)))))
     return Setup(model, nn.functional.cross_entropy, classification_tasks((10,), 20, 1, examples, examples, 0))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a method spends to reach a precision, interpolated between the numbers of steps that were tried; infinite if it never does."""
+
+    steps: float
+    gradients: float
+    products: float
+    seconds: float
+
+
+NEVER = Spent(math.inf, math.inf, math.inf, math.inf)
+
+
+def spent(rows: Sequence[Row], precision: float) -> Spent:
+    """Between the last number of steps after which the error is above the precision and the next; errors fall geometrically.
+
+    Example:
+        >>> rows = [{"steps": k, "error": 10.0**-k, "gradients": 2 * k, "products": 0, "seconds": 0.1 * k, "tolerance": None} for k in (1, 3)]
+        >>> spent(rows, 1e-2)
+        Spent(steps=2.0, gradients=4.0, products=0.0, seconds=0.2)
+    """
+    rows = [row for row in rows if row["tolerance"] in (None, precision)]
+    above = [place for place, row in enumerate(rows) if not row["error"] <= precision]
+    if not above:
+        return _between(rows[0], rows[0], 0.0) if rows else NEVER
+    if above[-1] + 1 == len(rows):
+        return NEVER
+    before, after = rows[above[-1]], rows[above[-1] + 1]
+    share = math.log(before["error"] / precision) / math.log(before["error"] / after["error"])
+    return _between(before, after, share)
+
+
+def _between(before: Row, after: Row, share: float) -> Spent:
+    keys = ("steps", "gradients", "products", "seconds")
+    return Spent(*(float(f"{(1 - share) * before[key] + share * after[key]:.6g}") for key in keys))
+
+
+def reach(result: Result[Config], method: str, solver: str, condition: float, precision: float) -> Spent | None:
+    """The median over the seeds; None where nothing was measured."""
+    found = []
+    for seed in result.distinct("seed"):
+        rows = result.rows(what=PRECISION, method=method, solver=solver, condition=condition, seed=seed)
+        if rows:
+            found.append(spent(rows, precision))
+    if not found:
+        return None
+    return Spent(*(Spread.of([getattr(one, key) for one in found]).median for key in ("steps", "gradients", "products", "seconds")))
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """Fitted powers of a method's steps, error and memory.
+
+    Attributes:
+        kappa: of the steps in κ, at the last precision.
+        log_precision: of the steps in log(1/ε), at the largest κ.
+        delta: of the error in δ; 0 for an error that stays.
+        memory: of the peak memory in the number of steps.
+    """
+
+    kappa: float
+    log_precision: float
+    delta: float
+
+
+def exponents(result: Result[Config], method: str, solver: str) -> Exponents:
+    """NaN where a precision is never reached, or too little was measured."""
+    config = result.config
+    conditions, precisions = config.conditions, config.precisions
+    by_kappa = [reach(result, method, solver, c, min(precisions)) for c in conditions]
+    by_precision = [reach(result, method, solver, max(conditions), e) for e in precisions]
+    slopes = []
+    for seed in result.distinct("seed"):
+        rows = result.rows(what=PRECISION, method=method, solver=solver, condition=max(conditions), seed=seed)
+        rows = [row for row in rows if row["tolerance"] in (None, min(precisions)) and 1e-9 < row["delta"] < 0.1 * rows[0]["delta"]]
+        slopes += [_slope([row["delta"] for row in rows], [row["error"] for row in rows])]
+    finite = [slope for slope in slopes if math.isfinite(slope)]
+    return Exponents(
+        kappa=_slope([kappa(c) for c in conditions], [math.nan if one is None else one.steps for one in by_kappa]),
+        log_precision=_slope([math.log(1 / e) for e in precisions], [math.nan if one is None else one.steps for one in by_precision]),
+        delta=Spread.of(finite).median if finite else math.nan,
+    )
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> float:
+    return log_slope(x, y) if len(x) > 1 and all(math.isfinite(value) and value > 0 for value in y) else math.nan

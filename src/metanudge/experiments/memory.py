@@ -164,15 +164,15 @@ def summary(result: Result[Any], size: str, at: str, **where: Any) -> str:
     """The numbers at the largest size, and the widest distance from FO-MAML at any."""
     sizes = sorted(result.distinct(size))
     last = {size: sizes[-1], **where}
-    mb = {method: memory(result, method, **last) / MB for method in METHODS}
+    mb = {method: megabytes(memory(result, method, **last)) for method in METHODS}
     ranges = []
     for method in (m.LOSS, m.GRADIENT):
         apart = [memory(result, method, **{size: s}, **where) / memory(result, m.FO_MAML, **{size: s}, **where) - 1 for s in sizes]
         ranges.append(f"{min(apart):+.1%} to {max(apart):+.1%}")
     return (
-        f"At {at.format(sizes[-1])} a meta-step needs {mb[m.LOSS]:.3g} MB with FO-B-MAML, {mb[m.GRADIENT]:.3g} with its gradient "
-        f"nudge, {mb[m.FO_MAML]:.3g} with FO-MAML, {mb[m.REPTILE]:.3g} with Reptile, {mb[m.IMAML]:.3g} with iMAML and {mb[m.MAML]:.3g} "
-        f"with MAML (a plain training step: {mb[STEP]:.3g}); over all sizes FO-B-MAML's differs from FO-MAML's by {ranges[0]}, with "
+        f"At {at.format(sizes[-1])} a meta-step needs {mb[m.LOSS]} MB with FO-B-MAML, {mb[m.GRADIENT]} with its gradient "
+        f"nudge, {mb[m.FO_MAML]} with FO-MAML, {mb[m.REPTILE]} with Reptile, {mb[m.IMAML]} with iMAML and {mb[m.MAML]} "
+        f"with MAML (a plain training step: {mb[STEP]}); over all sizes FO-B-MAML's differs from FO-MAML's by {ranges[0]}, with "
         f"the gradient nudge by {ranges[1]}."
     )
 
@@ -194,8 +194,18 @@ def _beyond(result: Result[Any], rival: str, place: str, **here: Any) -> str:
     return f"at {place} FO-B-MAML is {ours / theirs - 1:+.0%} from {rival}, {copies:.1f} copies of the parameters"
 
 
+def megabytes(peak: float) -> str:
+    """Bytes as megabytes, without exponents.
+
+    Example:
+        >>> megabytes(1234567), megabytes(2517000000)
+        ('1.23', '2517')
+    """
+    return f"{peak / MB:.3g}" if peak < 1000 * MB else f"{peak / MB:.0f}"
+
+
 def _megabytes(peak: float) -> Shown:
-    return _shown(peak / MB, ".3g")
+    return Shown(peak, "–" if math.isnan(peak) else megabytes(peak))
 
 
 def _shown(value: float, spec: str) -> Shown:
@@ -205,5 +215,5 @@ def _shown(value: float, spec: str) -> Shown:
 def _alt(result: Result[Any], size: str, label: str, at: str, **where: Any) -> str:
     last = max(result.distinct(size))
     found = {method: memory(result, method, **{size: last}, **where) for method in result.distinct("method")}
-    ends = ", ".join(f"{method} {peak / MB:.3g} MB" for method, peak in found.items() if peak > 0)
+    ends = ", ".join(f"{method} {megabytes(peak)} MB" for method, peak in found.items() if peak > 0)
     return f"Peak memory of a meta-step against {label}, logarithmic, and relative to FO-MAML. At {at.format(last)}: {ends}."

@@ -79,8 +79,8 @@ def _beside(result: Result[Config], shots: int) -> str:
         ]
         found[rival] = f"{min(ratios):.2f} to {max(ratios):.2f}"
     return (
-        f"With {shots} shots and {queries} queries a class FO-B-MAML needs {found[m.FO_MAML]} times FO-MAML's memory, but "
-        f"{found[m.REPTILE]} times Reptile's, which never looks at the queries."
+        f"With {shots} shot{'s' if shots > 1 else ''} and {queries} queries a class FO-B-MAML needs {found[m.FO_MAML]} times FO-MAML's "
+        f"memory, but {found[m.REPTILE]} times Reptile's, which never looks at the queries."
     )
 
 

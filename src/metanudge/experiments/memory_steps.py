@@ -78,12 +78,13 @@ def judge(result: Result[Config]) -> Verdict:
     growth = {method: _growth(result, method) for method in m.ESTIMATORS}
     flat = [method for method, found in growth.items() if abs(found - 1) <= memory.FLAT]
     over = next((k for k in steps if memory.memory(result, m.MAML, steps=k) / memory.MB > result.config.budget), None)
-    per_step = (_peak(result, m.MAML, steps[-1]) - _peak(result, m.MAML, steps[0])) / max(1, steps[-1] - steps[0])
+    first, last = (memory.memory(result, m.MAML, steps=k) for k in (steps[0], steps[-1]))
+    per_step = memory.megabytes((last - first) / max(1, steps[-1] - steps[0]))
     fits = f"and is above {result.config.budget:g} MB from K = {over} on" if over else f"and stays below {result.config.budget:g} MB"
     measured = (
-        f"From K = {steps[0]} to {steps[-1]} FO-B-MAML goes from {_peak(result, m.LOSS, steps[0]):.3g} to "
-        f"{_peak(result, m.LOSS, steps[-1]):.3g} MB ({growth[m.LOSS] - 1:+.2%}), its gradient nudge {growth[m.GRADIENT] - 1:+.2%}; "
-        f"MAML from {_peak(result, m.MAML, steps[0]):.3g} to {_peak(result, m.MAML, steps[-1]):.3g} MB, {per_step:.3g} MB a step, "
+        f"From K = {steps[0]} to {steps[-1]} FO-B-MAML goes from {_peak(result, m.LOSS, steps[0])} to "
+        f"{_peak(result, m.LOSS, steps[-1])} MB ({growth[m.LOSS] - 1:+.2%}), its gradient nudge {growth[m.GRADIENT] - 1:+.2%}; "
+        f"MAML from {_peak(result, m.MAML, steps[0])} to {_peak(result, m.MAML, steps[-1])} MB, {per_step} MB a step, "
         f"{fits}."
     )
     wanted = (m.LOSS, m.GRADIENT)
@@ -95,12 +96,12 @@ def judge(result: Result[Config]) -> Verdict:
     return Verdict("reproduced", measured, f"Flat (within {memory.FLAT:.0%}): {', '.join(flat)}; MAML grows {growth[m.MAML]:.1f}-fold.")
 
 
-def _peak(result: Result[Config], method: str, steps: int) -> float:
-    return memory.memory(result, method, steps=steps) / memory.MB
+def _peak(result: Result[Config], method: str, steps: int) -> str:
+    return memory.megabytes(memory.memory(result, method, steps=steps))
 
 
 def _growth(result: Result[Config], method: str) -> float:
-    peaks = [_peak(result, method, k) for k in sorted(result.config.steps)]
+    peaks = [memory.memory(result, method, steps=k) for k in sorted(result.config.steps)]
     return max(peaks) / min(peaks) if peaks else math.nan
 
 

@@ -72,10 +72,11 @@ def split_options(text: str, where: str) -> dict[str, str]:
 
 
 def _split_commas(text: str, where: str) -> list[str]:
-    parts, depth, quote, begin = [], 0, "", 0
+    parts, depth, quote, begin, escaped = [], 0, "", 0, False
     for place, character in enumerate(text):
         if quote:
-            quote = "" if character == quote and text[place - 1] != "\\" else quote
+            quote = "" if character == quote and not escaped else quote
+            escaped = character == "\\" and not escaped
         elif character in "'\"":
             quote = character
         elif character in "([{":
