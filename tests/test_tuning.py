@@ -16,7 +16,7 @@ import metanudge as mn
 from metanudge.engines import InplaceEngine, StackedEngine
 from metanudge.estimators import meta_gradient
 from metanudge.experiments.auto_nu import curvature
-from metanudge.tuning import NuTuner, best_nu, credible, estimate_nu, ladder, step_aware
+from metanudge.tuning import LADDER, NuTuner, best_nu, credible, estimate_nu, step_aware
 from problems import Setup, classification_tasks, logistic_regression, mlp, quadratic, relative_error, seeded
 
 AUTO = mn.FOBMAML(nu="auto")
@@ -190,7 +190,7 @@ def test_any_solver(solver):
     setup = logistic_regression(tasks=2)
     learner = mn.MetaLearner(setup.model, setup.loss, solver=solver, estimator=AUTO)
     stats = learner.backward(setup.tasks)
-    assert ladder(AUTO)[-1] <= stats.nu <= ladder(AUTO)[0]
+    assert LADDER[-1] <= stats.nu <= LADDER[0]
     assert learner.tuner.last.error < 1
 
 

@@ -15,7 +15,7 @@ is not far below ν_j/ν_{j+1} − 1. Everything is relative to what the nudge d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -32,7 +32,9 @@ from metanudge.problem import Problem
 from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
 
-RUNGS = 7
+LADDER = tuple(0.5 * 10 ** (-rung / 2) for rung in range(7))
+"""The ν that are tried: 0.5, 0.16, 0.05, …, 0.0005. With the loss nudge, f̂ − νf is no longer bounded below for ν much larger."""
+
 _FEW, _MANY = 10, 50
 _HOPELESS = 10.0
 _STEADY = 2
@@ -61,20 +63,6 @@ def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
     check_positive(fine, "fine", "The paper names 0.01 and 0.001.")
     share = math.log(min(max(steps, _FEW), _MANY) / _FEW) / math.log(_MANY / _FEW)
     return coarse * (fine / coarse) ** share
-
-
-def ladder(estimator: FOBMAML) -> tuple[float, ...]:
-    """The ν that are tried, each √10 times smaller than the one before.
-
-    From 0.5 down for the loss nudge, whose negative side f̂ − νf is no longer bounded below for much larger ν; from 1 for the gradient
-    nudge.
-
-    Example:
-        >>> [float(f"{nu:.2g}") for nu in ladder(FOBMAML(nudge="gradient"))]
-        [1.0, 0.32, 0.1, 0.032, 0.01, 0.0032, 0.001]
-    """
-    top = 0.5 if estimator.nudge == "loss" else 1.0
-    return tuple(top * 10 ** (-rung / 2) for rung in range(RUNGS))
 
 
 @dataclass(frozen=True)
@@ -124,7 +112,7 @@ def estimate_nu(
     meta-gradient; in place, one copy of the parameters more.
     """
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
-    nus, at_once = ladder(estimator), rungs_at_once if engine.name == "stacked" else 1
+    nus, at_once = LADDER, rungs_at_once if engine.name == "stacked" else 1
     cost, found = Cost(), _Disagreement()
     with engine.session(problem, tasks, width=at_once * estimator.width, seed=seed, cost=cost, first=first) as groups:
         inners = list(groups)
@@ -193,10 +181,11 @@ class _Disagreement:
         self._found: list[Tensor] = []
 
     def see(self, motion: Params) -> None:
-        size = _size(motion)
+        size = _size(motion.values())
         if self._before is not None:
             assert self._norm is not None
-            apart = _size({n: leaf - self._before[n] for n, leaf in motion.items()})
+            before = self._before
+            apart = _size(leaf - before[n] for n, leaf in motion.items())
             self._found.append(apart / torch.minimum(size, self._norm))
         self._before, self._norm = motion, size
 
@@ -204,9 +193,8 @@ class _Disagreement:
         return tuple(value if math.isfinite(value) else math.inf for value in torch.stack(self._found).tolist())
 
 
-def _size(motion: Params) -> Tensor:
-    norms = [torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in motion.values()]
-    return torch.linalg.vector_norm(torch.stack(norms))
+def _size(leaves: Iterable[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves]))
 
 
 def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: Sequence[float]) -> list[Params]:
@@ -229,6 +217,9 @@ def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: S
             still = inner.solve(solver, start=warm).displacement if warm is not None else base
             for rung, nu in enumerate(nus):
                 _add(motions[rung], still, stencil.base / nu)
+            del still
+        if estimator.start != "solution":
+            base = None
         for begin in range(0, len(solves), inner.nudges_at_once):
             part = solves[begin : begin + inner.nudges_at_once]
             offsets = [offset for _, offset, _ in part]
@@ -287,7 +278,7 @@ class NuTuner:
             >>> [NuTuner().interval(count) for count in (1, 4, 8, 16, 64)]
             [175, 175, 88, 50, 50]
         """
-        return max(self.every, math.ceil(RUNGS * self.tasks(count) / (self.share * count)))
+        return max(self.every, math.ceil(len(LADDER) * self.tasks(count) / (self.share * count)))
 
     def settled(
         self, estimator: Estimator, problem: Problem, tasks: TaskBatch, *, solver: Solver, engine: Engine, seed: int, first: int

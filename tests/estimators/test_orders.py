@@ -7,16 +7,14 @@ that plus O(λδ/ν), at best O(δ^½) for the forward and O(δ^⅔) for the sym
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
 
 import pytest
-import torch
 
 import metanudge as mn
-from metanudge.solvers import Oracle, Solution, Solver
+from metanudge.experiments.inexact import EXACTLY, OffBy
+from metanudge.solvers import Solver
 from problems import Setup, log_slope, logistic_regression, mlp, relative_error
 
-EXACTLY = mn.NewtonCG(steps=30, cg_steps=60, tol=1e-13)
 PROBLEMS = {
     "logistic regression": (logistic_regression, 0.5),
     "tanh MLP": (functools.partial(mlp, features=2, hidden=3, classes=2), 1.0),
@@ -53,31 +51,6 @@ def test_truncation_error_has_the_order_of_the_stencil(name, nudge, stencil, nus
     errors = [relative_error(meta_gradient(setup, lam, EXACTLY, e, "inplace"), truth) for e in estimators]
     assert errors[0] > 1e-11  # else rounding would be fitted
     assert log_slope(nus, errors) == pytest.approx(order, abs=tolerance)
-
-
-@dataclass(frozen=True)
-class OffBy:
-    """Solves exactly, then moves every solution by δ in a random direction: another one for every row and every solve."""
-
-    delta: float
-    seed: int
-    solver: Solver = EXACTLY
-    generator: torch.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
-
-    @property
-    def steps(self) -> int:
-        return self.solver.steps
-
-    def solve(self, oracle: Oracle, start=None) -> Solution:
-        solution = self.solver.solve(oracle, start)
-        noise = {n: torch.randn(d.shape, generator=self.generator, dtype=d.dtype) for n, d in solution.displacement.items()}
-        norms = torch.cat([leaf.flatten(1) for leaf in noise.values()], 1).norm(dim=1)
-        for name, d in solution.displacement.items():
-            d.add_(noise[name] * (self.delta / norms).view(-1, *[1] * (d.ndim - 1)))
-        return solution
 
 
 FORWARD, SYMMETRIC = ("forward", (1e-10, 1e-8, 1e-6), 1), ("symmetric", (1e-9, 1e-7, 1e-5), 2)

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 from metanudge.training import distributed, runs
 from metanudge.training.distributed import Group
+from metanudge.training.metrics import read_metrics
 from training.test_resume import lines
 
 # Three tasks: with two ranks the slices differ in length, with four one rank has none.
@@ -63,11 +64,15 @@ def weights(folder: Path) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in runs.load(folder, checkpoint="last").learner.parameters()])
 
 
+def nus(folder: Path) -> list[float]:
+    return [row["nu"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
 @pytest.mark.timeout(4 * LIMIT)
 def test_one_two_and_four_ranks_agree(tmp_path: Path) -> None:
     found = {}
     for world in (1, 2, 4):
-        codes, outputs = train_on(world, tmp_path, *FLAGS, "--out", str(tmp_path / str(world)))
+        codes, outputs = train_on(world, tmp_path, *FLAGS, "--estimator", "fobmaml:nu=auto", "--out", str(tmp_path / str(world)))
         assert codes == [0] * world, outputs
         assert all("Result" not in output for output in outputs[1:])  # rank 0 alone talks
         found[world] = weights(tmp_path / str(world))
@@ -75,6 +80,7 @@ def test_one_two_and_four_ranks_agree(tmp_path: Path) -> None:
     for world in (2, 4):
         assert float((found[world] - found[1]).abs().max()) < 1e-10
         assert lines(tmp_path / str(world) / "metrics.jsonl") == 20
+        assert nus(tmp_path / str(world)) == pytest.approx(nus(tmp_path / "1"), rel=1e-12)
 
 
 def test_every_rank_stops_when_one_meets_nan(tmp_path: Path) -> None:

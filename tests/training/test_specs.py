@@ -130,6 +130,7 @@ def test_models_are_sized_by_the_data(tmp_path: Path, monkeypatch: pytest.Monkey
         (specs.build_estimator, "fobmaml:mu=0.1", ["'mu'", "Did you mean 'nu'?"]),
         (specs.build_estimator, "fobmaml:nu=big", ["nu=big", "a number"]),
         (specs.build_estimator, "fobmaml:nu=-1", ["positive"]),
+        (specs.build_estimator, "fobmaml:nu=atuo", ["nu=atuo", "a number", "Did you mean 'auto'?"]),
         (specs.build_estimator, "fobmaml:stencil=forwards", ["stencil=forwards", "five-point"]),
         (specs.build_estimator, "fobmaml:nu", ["'nu'", "key=value"]),
         (specs.build_estimator, "fobmaml:nu=1,nu=2", ["twice"]),

@@ -13,7 +13,8 @@ import os
 import sys
 import time
 
-from metanudge.cli.errors import guarded, report
+from metanudge.cli import errors
+from metanudge.cli.errors import guarded
 from metanudge.training.errors import EXIT_BAD_INPUT
 from metanudge.version import __version__
 
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     if name not in available():
         found = difflib.get_close_matches(name, available(), n=1, cutoff=0.4)
         hint = f" Did you mean {found[0]!r}?" if found else ""
-        report(f"error: there is no command {name!r}.{hint} The commands are {', '.join(available())}.")
+        errors.report(f"error: there is no command {name!r}.{hint} The commands are {', '.join(available())}.")
         return EXIT_BAD_INPUT
     _wait_politely_on_a_busy_machine()
     return guarded(lambda: importlib.import_module(f"metanudge.cli.{name}").run(rest))

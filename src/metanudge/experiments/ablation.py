@@ -172,13 +172,29 @@ def judge(result: Result[Config]) -> Verdict:
         f"{'; '.join(_highest(result, part) for part in DATA if result.rows(part=part))}."
     )
     kept = [key for key in options if key not in beaten]
-    held = f"Within the noise of the best on {' and '.join(parts)}: {', '.join(kept) or 'none'}."
+    held = f"Within the noise of the best on {' and '.join(parts)}: {', '.join(kept) or 'none'}. {_by_cosine(result, default)}"
     if not beaten:
         return Verdict("reproduced", measured, held)
     better = "; ".join(
         f"{key} = {value} reaches {mean:.3f} on {DATA[part]}, {gain:+.3f}" for key, (value, part, mean, gain) in beaten.items()
     )
     return Verdict("partly" if kept else "not", measured, f"{held} The table does not support the others: {better}.")
+
+
+def _by_cosine(result: Result[Config], default: Variant) -> str:
+    """What the cosines, averaged over points and targets, would have chosen, one choice at a time."""
+    steps = min(result.config.steps)
+
+    def mean(variant: Variant) -> float:
+        found = [cosine(result, key, point, steps, variant) for point in POINTS for key in TARGETS]
+        return sum(found) / len(found)
+
+    chosen = []
+    for key, values in result.config.options.items():
+        best = max((default.changed(key, value) for value in values), key=mean)
+        name = best.keys[key] if best.keys[key] else "none"
+        chosen.append(f"{key} = {name}" + (f" ({mean(best):.2f})" if best != default else ""))
+    return f"By the mean cosine with both targets, {mean(default):.2f} for the defaults, one would take {', '.join(chosen)}."
 
 
 def _highest(result: Result[Config], part: str) -> str:

@@ -248,7 +248,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
             one.set(xscale="log", yscale="log", xlabel="ν", title=TITLES[problem])
         axes[0][0].set_ylabel("relative error of the meta-gradient")
         style.legend(axes[0][-1])
-        drawings.append(Drawing(figure, alt=_alt(result, nudge), suffix=f"-{nudge}"))
+        drawings.append(Drawing(figure, alt=_alt(result, nudge), suffix=nudge))
     return drawings
 
 
@@ -301,8 +301,9 @@ def judge(result: Result[Config]) -> Verdict:
     worst = max(found, key=lambda case: case.ratio)
     within = sum(case.ratio <= LIMIT for case in found)
     measured = (
-        f"With the loss nudge the automatic ν is within {LIMIT:g} times the best of the grid in {within} of {len(found)} cases; the worst "
-        f"is {worst.ratio:.2g} times ({TITLES[worst.problem]}, K = {worst.steps}, ν = {worst.nu:.3g} where {worst.best_nu:.3g} is best)."
+        f"With the loss nudge the automatic ν is within {LIMIT:g} times the best of the grid in {within} of {len(found)} cases; the "
+        f"worst is {worst.ratio:.2g} times ({TITLES[worst.problem]}, K = {worst.steps}, ν = {worst.nu:.3g} where {worst.best_nu:.3g} is "
+        "best)."
     )
     other = cases(result, nudge="gradient")
     if other:
@@ -332,8 +333,8 @@ EXPERIMENT = Experiment(
     notes=(
         "Errors are relative distances from the exact meta-gradient at the inner optimum (dense Hessian, Newton's method to 1e-11); for "
         "the ReLU and max-pooling network, whose inner optimum lies among kinks where the implicit gradient is not defined, from the "
-        "derivative in ν of the same K steps (the tangent stencil), which the last column gives for all. Inner steps are gradient descent with the "
-        "learning rate 0.5/(L̂ + λ), L̂ the largest curvature of the support losses at θ. The automatic ν is what a learner with default "
-        "settings chooses at its first meta-step, from 7 ν on 4 of the 8 tasks."
+        "derivative in ν of the same K steps (the tangent stencil). The last column gives the latter for all. Inner steps are gradient "
+        "descent with the learning rate 0.5/(L̂ + λ), L̂ the largest curvature of the support losses at θ. The automatic ν is what a "
+        "learner with default settings chooses at its first meta-step, from 7 ν on 4 of the 8 tasks."
     ),
 )

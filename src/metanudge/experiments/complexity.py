@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +13,11 @@ import metanudge as mn
 from metanudge.bench.memory import peak_memory, trainable_bytes
 from metanudge.estimators import Estimator
 from metanudge.experiments import quadratics as q
-from metanudge.experiments import style
 from metanudge.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
-from metanudge.experiments.problems import Setup, classification_tasks, log_slope, relative_error, seeded
-from metanudge.experiments.spread import Spread, sentence, short
+from metanudge.experiments.complexity_figures import costs
+from metanudge.experiments.problems import Setup, classification_tasks, relative_error, seeded
+from metanudge.experiments.spending import GD, MEMORY, NESTEROV, NEVER, PRECISION, exponents, kappa, memory, memory_exponent, reach
+from metanudge.experiments.spread import sentence, short
 from metanudge.solvers import Solver
 from metanudge.tasks import Quadratic
 
@@ -29,8 +27,8 @@ GRADIENT, TANGENT = (f"FO-B-MAML {kind}" for kind in ("gradient nudge", "tangent
 METHODS = (MAML, IMAML, FORWARD, SYMMETRIC, FIVE_POINT, GRADIENT, TANGENT, FO_MAML, REPTILE)
 BIASED = (FO_MAML, REPTILE)
 NUS = {FORWARD: 1e-6, SYMMETRIC: 1e-3, FIVE_POINT: 0.01, GRADIENT: 1e-3}  # the stencil's own error is then about 1e-6 or less
-GD, NESTEROV = "gradient descent", "Nesterov"
-PRECISION, MEMORY = "precision", "memory"
+BIAS = {MAML: "1", IMAML: "1", FO_MAML: "0", REPTILE: "0", FORWARD: "1/2", SYMMETRIC: "2/3"}
+NEAR, STRAIGHT = 0.15, 0.98  # exponents within 0.15 of the table's; steps linear in log(1/ε)
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Config:
     @classmethod
     def quick(cls) -> Config:
         """A minute or two."""
-        return cls(most_steps=1536, seeds=1, memory_steps=(2, 8, 32), memory_examples=(50, 200))
+        return cls(conditions=(10.0, 25.0, 64.0), most_steps=512, seeds=1, memory_steps=(2, 8, 32), memory_examples=(50, 200))
 
     @classmethod
     def full(cls) -> Config:
@@ -86,7 +84,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
 
 
 def _until(problem: q.Problem, method: str, solver: str, tolerance: float | None, config: Config) -> list[Row]:
-    """Ever more steps until the last precision is reached; for iMAML that of `tolerance`, with a linear system solved just well enough."""
+    """Ever more steps until the last precision is reached; for iMAML that of `tolerance`, its linear system solved just well enough."""
     rows: list[Row] = []
     wanted = tolerance if tolerance is not None else min(config.precisions)
     for steps in lengths(config.most_steps):
@@ -144,16 +142,6 @@ def make_solver(name: str, problem: q.Problem, steps: int) -> Solver:
     return mn.Nesterov(lr=problem.rate, steps=steps, momentum=(root - 1) / (root + 1))
 
 
-def kappa(condition: float) -> float:
-    """Of the inner problem, (1 + λ)/(1/c + λ) with λ = 1/c.
-
-    Example:
-        >>> kappa(9.0)
-        5.0
-    """
-    return (condition + 1) / 2
-
-
 def _delta(learner: mn.MetaLearner, problem: q.Problem) -> float:
     """‖φ_K − φ*‖ of the un-nudged solve."""
     task = next(iter(problem.tasks))
@@ -183,89 +171,159 @@ def _perceptron(examples: int) -> Setup:
     return Setup(model, nn.functional.cross_entropy, classification_tasks((10,), 20, 1, examples, examples, 0))
 
 
-@dataclass(frozen=True)
-class Spent:
-    """What a method spends to reach a precision, interpolated between the numbers of steps that were tried; infinite if it never does."""
-
-    steps: float
-    gradients: float
-    products: float
-    seconds: float
+def draw(result: Result[Config]) -> list[Drawing]:
+    """Evaluations against precision for both solvers, steps against κ, memory against steps."""
+    return [costs(result)]
 
 
-NEVER = Spent(math.inf, math.inf, math.inf, math.inf)
+def table(result: Result[Config]) -> Table:
+    """Costs at the last precision and the largest κ; exponents, and what Table 1 says of them."""
+    last, largest = min(result.config.precisions), max(result.config.conditions)
+    rows = []
+    for method in result.distinct("method"):
+        found = reach(result, method, NESTEROV, largest, last)
+        plain, fast = (exponents(result, method, solver) for solver in (GD, NESTEROV))
+        spending = found if found is not None else NEVER
+        rows.append(
+            (
+                method,
+                *(_count(value) for value in (spending.gradients, spending.products)),
+                Shown(spending.seconds, f"{1000 * spending.seconds:.0f}" if math.isfinite(spending.seconds) else "never"),
+                _power(plain.kappa, "1"),
+                _power(fast.kappa, "1/2"),
+                _power(fast.log_precision, "1"),
+                _power(plain.delta, BIAS.get(method, "–")),
+                _power(memory_exponent(result, method, "steps"), "1" if method == MAML else "0"),
+                Shown(memory(result, method), f"{memory(result, method):.3g}"),
+            )
+        )
+    at = f"to {last:g} at κ = {kappa(largest):g}, Nesterov"
+    header = ("method", f"gradients {at}", "Hessian products", "CPU ms", "K in κ, GD", "K in κ, Nesterov", "K in log(1/ε), Nesterov")
+    return Table((*header, "error in δ", "memory in K", f"memory at K = {max(result.config.memory_steps)}, copies of θ"), rows)
 
 
-def spent(rows: Sequence[Row], precision: float) -> Spent:
-    """Between the last number of steps after which the error is above the precision and the next; errors fall geometrically.
-
-    Example:
-        >>> rows = [{"steps": k, "error": 10.0**-k, "gradients": 2 * k, "products": 0, "seconds": 0.1 * k, "tolerance": None} for k in (1, 3)]
-        >>> spent(rows, 1e-2)
-        Spent(steps=2.0, gradients=4.0, products=0.0, seconds=0.2)
-    """
-    rows = [row for row in rows if row["tolerance"] in (None, precision)]
-    above = [place for place, row in enumerate(rows) if not row["error"] <= precision]
-    if not above:
-        return _between(rows[0], rows[0], 0.0) if rows else NEVER
-    if above[-1] + 1 == len(rows):
-        return NEVER
-    before, after = rows[above[-1]], rows[above[-1] + 1]
-    share = math.log(before["error"] / precision) / math.log(before["error"] / after["error"])
-    return _between(before, after, share)
+def _count(value: float) -> Shown:
+    return Shown(value, f"{value:.0f}" if math.isfinite(value) else "never")
 
 
-def _between(before: Row, after: Row, share: float) -> Spent:
-    keys = ("steps", "gradients", "products", "seconds")
-    return Spent(*(float(f"{(1 - share) * before[key] + share * after[key]:.6g}") for key in keys))
+def _power(value: float, theory: str) -> Shown:
+    return Shown(value, "–" if math.isnan(value) else f"{value:.2f} ({theory})")
 
 
-def reach(result: Result[Config], method: str, solver: str, condition: float, precision: float) -> Spent | None:
-    """The median over the seeds; None where nothing was measured."""
+def judge(result: Result[Config]) -> Verdict:
+    """Table 1, column by column."""
+    statements = [*_compute(result), *_space(result), *_bias(result)]
+    right = [words for holds, words, _ in statements if holds]
+    wrong = [words for holds, _, words in statements if not holds]
+    measured = _measured(result)
+    if not wrong:
+        return Verdict("reproduced", measured, sentence(*right))
+    if not right:
+        return Verdict("not", measured, sentence(*wrong))
+    return Verdict("partly", measured, f"{sentence(*right)} {sentence('but ' + wrong[0], *wrong[1:])}")
+
+
+def _compute(result: Result[Config]) -> list[tuple[bool, str, str]]:
+    """Whether, and the words for it where it is and where it is not."""
+    unbiased = [method for method in result.config.methods if method not in BIASED]
     found = []
-    for seed in result.distinct("seed"):
-        rows = result.rows(what=PRECISION, method=method, solver=solver, condition=condition, seed=seed)
-        if rows:
-            found.append(spent(rows, precision))
-    if not found:
-        return None
-    return Spent(*(Spread.of([getattr(one, key) for one in found]).median for key in ("steps", "gradients", "products", "seconds")))
-
-
-@dataclass(frozen=True)
-class Exponents:
-    """Fitted powers of a method's steps, error and memory.
-
-    Attributes:
-        kappa: of the steps in κ, at the last precision.
-        log_precision: of the steps in log(1/ε), at the largest κ.
-        delta: of the error in δ; 0 for an error that stays.
-        memory: of the peak memory in the number of steps.
-    """
-
-    kappa: float
-    log_precision: float
-    delta: float
-
-
-def exponents(result: Result[Config], method: str, solver: str) -> Exponents:
-    """NaN where a precision is never reached, or too little was measured."""
-    config = result.config
-    conditions, precisions = config.conditions, config.precisions
-    by_kappa = [reach(result, method, solver, c, min(precisions)) for c in conditions]
-    by_precision = [reach(result, method, solver, max(conditions), e) for e in precisions]
-    slopes = []
-    for seed in result.distinct("seed"):
-        rows = result.rows(what=PRECISION, method=method, solver=solver, condition=max(conditions), seed=seed)
-        rows = [row for row in rows if row["tolerance"] in (None, min(precisions)) and 1e-9 < row["delta"] < 0.1 * rows[0]["delta"]]
-        slopes += [_slope([row["delta"] for row in rows], [row["error"] for row in rows])]
-    finite = [slope for slope in slopes if math.isfinite(slope)]
-    return Exponents(
-        kappa=_slope([kappa(c) for c in conditions], [math.nan if one is None else one.steps for one in by_kappa]),
-        log_precision=_slope([math.log(1 / e) for e in precisions], [math.nan if one is None else one.steps for one in by_precision]),
-        delta=Spread.of(finite).median if finite else math.nan,
+    for solver, theory in ((GD, 1.0), (NESTEROV, 0.5)):
+        powers = [exponents(result, method, solver).kappa for method in unbiased]
+        words = f"the inner steps go as κ to the {min(powers):.2f} to {max(powers):.2f} with {solver}"
+        found.append((all(abs(power - theory) <= NEAR for power in powers), words, f"{words}, not {theory:g}"))
+    straight = min(exponents(result, method, solver).straight for method in unbiased for solver in result.config.solvers)
+    words = f"linear in log(1/ε) (R² of at least {straight:.3f})"
+    found.append((straight > STRAIGHT, f"they are {words}", f"they are not {words}"))
+    plateaus = {method: _plateau(result, method) for method in BIASED if method in result.config.methods}
+    first = max(result.config.precisions)
+    numbers = ", ".join(f"{method} {short(value)}" for method, value in plateaus.items())
+    stuck = all(value > first for value in plateaus.values())
+    found.append(
+        (stuck, f"FO-MAML and Reptile reach no precision, at best {numbers}", f"FO-MAML or Reptile get below {first:g} ({numbers})")
     )
+    return found
 
 
-def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    return log_slope(x, y) if len(x) > 1 and all(math.isfinite(value) and value > 0 for value in y) else math.nan
+def _space(result: Result[Config]) -> list[tuple[bool, str, str]]:
+    maml = memory_exponent(result, MAML, "steps")
+    flat = {m: memory_exponent(result, m, "steps") for m in result.config.methods if m != MAML}
+    ours, plain = (memory(result, method) for method in (SYMMETRIC, FO_MAML))
+    growth = memory_exponent(result, SYMMETRIC, "examples")
+    return [
+        (
+            maml > 1 - NEAR and max(flat.values()) < 0.05,
+            f"MAML's memory goes as K to the {maml:.2f} and no other's depends on K",
+            f"memory goes as K to the {maml:.2f} with MAML and up to {max(flat.values()):.2f} with others",
+        ),
+        (
+            ours < 1.1 * plain,
+            f"FO-B-MAML's ({ours:.3g} copies of θ) is FO-MAML's ({plain:.3g})",
+            f"FO-B-MAML needs {ours:.3g} copies of θ, FO-MAML {plain:.3g}",
+        ),
+        (
+            growth < 0.05,
+            "it does not depend on the number of examples",
+            f"Mem(θ) is not all of it: like a training step's it goes as the number of examples to the {growth:.2f} (one backward pass)",
+        ),
+    ]
+
+
+def _bias(result: Result[Config]) -> list[tuple[bool, str, str]]:
+    powers = {method: exponents(result, method, GD).delta for method in result.config.methods}
+    second = {method: powers[method] for method in (MAML, IMAML) if method in powers}
+    numbers = ", ".join(f"{method} {power:.2f}" for method, power in second.items())
+    found = [
+        (
+            all(abs(power - 1) <= NEAR for power in second.values()),
+            f"the error goes as δ ({numbers})",
+            f"the error does not go as δ ({numbers})",
+        )
+    ]
+    for method, bound, name in ((FORWARD, 1 / 2, "√δ"), (SYMMETRIC, 2 / 3, "δ^2/3")):
+        if method in powers:
+            words = f"{method} as δ^{powers[method]:.2f}, no worse than the bound {name}"
+            found.append((powers[method] > bound - NEAR, words, f"{method} goes as δ^{powers[method]:.2f}, worse than {name}"))
+    return found
+
+
+def _plateau(result: Result[Config], method: str) -> float:
+    return min(result.values("error", what=PRECISION, method=method))
+
+
+def _measured(result: Result[Config]) -> str:
+    last, largest = min(result.config.precisions), max(result.config.conditions)
+    parts = []
+    for method in result.config.methods:
+        found = reach(result, method, NESTEROV, largest, last)
+        if found is not None and math.isfinite(found.steps):
+            products = f" and {found.products:.0f} Hessian products" if found.products else ""
+            parts.append(f"{method} {found.gradients:.0f} gradients{products}")
+    return f"To an error of {last:g} at κ = {kappa(largest):g} with Nesterov's method: {', '.join(parts)}."
+
+
+EXPERIMENT = Experiment(
+    name="complexity",
+    title="What a precise meta-gradient costs",
+    where="Table 1",
+    claim=(
+        "A meta-gradient takes every method O(√κ log(1/ε)) inner steps; MAML's memory is that of the activations times √κ, iMAML's that "
+        "of the activations, that of FO-MAML, Reptile and FO-B-MAML Mem(θ); the bias is δ for MAML and iMAML, 1 for FO-MAML and Reptile, "
+        "√δ and δ^2/3 for forward and symmetric FO-B-MAML, which needs first derivatives only."
+    ),
+    config=Config,
+    cells=cells,
+    measure=measure,
+    draw=draw,
+    table=table,
+    judge=judge,
+    notes=(
+        "The quadratic problem with one task, float64, and κ of the inner problem set by the spectrum and λ. The inner factor of the "
+        "table alone; its ε⁻² outer steps are those of the convergence theorems. Steps are interpolated between the numbers tried; a "
+        "Hessian product computes a gradient on its way, which counts as one. iMAML's conjugate gradient stops at ε/4; ν is so small "
+        "that the stencil's error does not count (1e-6, 1e-3, 0.01 for forward, symmetric, five-point), which works because all solves "
+        "of one difference take the same steps (see the error against ν); the bounds √δ and δ^2/3, for errors that the solves do not "
+        "share, are measured under the orders of the bias. Nesterov's momentum is that for the true κ. Memory is live tensor storage "
+        "beyond model and data, of a perceptron whose activations outweigh its parameters; MAML and the tangent on the stacked engine, "
+        "the others in place."
+    ),
+)

@@ -37,7 +37,7 @@ def runs(result: Result[Any]) -> Drawing:
             for optimizer in (name for name in OPTIMIZERS if name in result.distinct("what")):
                 rows = result.rows(problem=problem, what=optimizer, sampled=sampled, kind="curve")
                 steps = sorted({row["step"] for row in rows})
-                norms = [Spread.of([row["norm"] for row in rows if row["step"] == step]).median for step in steps]
+                norms = [Spread.of([math.nan if row["norm"] is None else row["norm"] for row in rows if row["step"] == step]).median for step in steps]
                 one.plot(steps, norms, linewidth=1.7, markevery=0.17, markersize=4.5, label=optimizer, **LOOKS[optimizer])
             one.axhline(result.config.epsilon, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2)))
             one.set_yscale("log")
@@ -72,7 +72,7 @@ def growth(result: Result[Any]) -> Drawing:
             one.set(xscale="log", yscale="log")
         below.set_ylim(1e-3, max(10.0, below.get_ylim()[1]))
         for axis in (above.xaxis, above.yaxis, below.xaxis, below.yaxis):
-            _ticks(axis)
+            style.short_ticks(axis)
         style.legend(above, beside=False, fontsize=8)
         above.set_title(TITLES[problem], fontsize=10)
         above.set_xlabel("‖∇F‖")
@@ -82,15 +82,6 @@ def growth(result: Result[Any]) -> Drawing:
     ends = [f"{name} {max(row['ratio'] for row in result.rows(problem=name, kind=PAIRS)):.2g}" for name in problems]
     text = "Above: the Hessian's norm against the gradient's, and an affine bound. Below: the global form's ratio, at most"
     return Drawing(figure, alt=f"{text} {', '.join(ends)}.", suffix="smoothness")
-
-
-def _ticks(axis: Any) -> None:
-    """Plain numbers where a logarithmic axis spans less than two decades, powers of ten elsewhere."""
-    low, high = axis.get_view_interval()
-    if high < 100 * low:
-        axis.get_major_locator().set_params(subs=(1, 2, 5))
-        style.plain_ticks(axis)
-    axis.set_minor_formatter("")
 
 
 def floors(result: Result[Any]) -> Drawing:

@@ -49,6 +49,7 @@ class Config:
     nudges: tuple[Nudge, ...] = ("loss", "gradient")
     lam: float = q.LAM
     network_lam: float = 0.5
+    channels: int = 4
     dim: int = 20
     tasks: int = 8
     seeds: int = 3
@@ -136,7 +137,7 @@ def _quadratic(config: Config, seed: int, device: torch.device) -> _Case:
 
 
 def _network(config: Config, seed: int, device: torch.device, *, smooth: bool) -> _Case:
-    model, loss, tasks = small_conv_net(smooth=smooth, tasks=config.tasks, seed=seed)
+    model, loss, tasks = small_conv_net(smooth=smooth, channels=config.channels, tasks=config.tasks, seed=seed)
     tasks = tasks.to(device)
     learner = mn.MetaLearner(model.to(device), loss, lam=config.network_lam, engine="stacked")
     rate = stable_rate(learner, tasks, config.network_lam)

@@ -78,6 +78,15 @@ def plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def short_ticks(axis: Any) -> None:
+    """Where a logarithmic axis spans less than two decades, ticks at 1, 2, 5, 10, … as plain numbers; powers of ten elsewhere."""
+    low, high = sorted(axis.get_view_interval())
+    if high < 100 * low:
+        axis.get_major_locator().set_params(subs=(1, 2, 5))
+        plain_ticks(axis)
+    axis.set_minor_formatter("")
+
+
 def legend(axes: Axes, *, beside: bool = True, **options: Any) -> None:
     """A legend beside the axes (or inside), without a frame."""
     place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)} if beside else {"loc": "best"}

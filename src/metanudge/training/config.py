@@ -68,7 +68,7 @@ class TrainConfig:
     """How a task is adapted to: gradient_descent, nesterov, lbfgs, newton_cg, or torch_optimizer:optimizer=adam,lr=0.01,steps=5."""
 
     estimator: str = "fobmaml:nu=0.1"
-    """How the meta-gradient is made: fobmaml, maml, fomaml, reptile, imaml, esmaml, exact."""
+    """How the meta-gradient is made: fobmaml, maml, fomaml, reptile, imaml, esmaml, exact. fobmaml:nu=auto chooses ν by itself."""
 
     optimizer: str = "adam:lr=0.01"
     """The outer optimizer: any of torch.optim, or clippedgd, normalizedgd, sngdm."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from metanudge.training.config import near
 from metanudge.training.errors import UserError
 
 _NO = object()  # "does not fit"; None itself is a value
@@ -23,7 +24,8 @@ def typed(text: str, hint: Any, where: str) -> Any:
         if converted is not _NO:
             return converted
     wanted = " or ".join(_spell(kind) for kind in _alternatives(hint))
-    raise UserError(f"{where}={text} is not {wanted}.")
+    words = [str(word) for kind in _alternatives(hint) if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
+    raise UserError(f"{where}={text} is not {wanted}.{near(text, words)}")
 
 
 def _alternatives(hint: Any) -> list[Any]:
