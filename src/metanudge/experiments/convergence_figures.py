@@ -37,7 +37,8 @@ def runs(result: Result[Any]) -> Drawing:
             for optimizer in (name for name in OPTIMIZERS if name in result.distinct("what")):
                 rows = result.rows(problem=problem, what=optimizer, sampled=sampled, kind="curve")
                 steps = sorted({row["step"] for row in rows})
-                norms = [Spread.of([math.nan if row["norm"] is None else row["norm"] for row in rows if row["step"] == step]).median for step in steps]
+                found = [(row["step"], math.nan if row["norm"] is None else row["norm"]) for row in rows]
+                norms = [Spread.of([norm for at, norm in found if at == step]).median for step in steps]
                 one.plot(steps, norms, linewidth=1.7, markevery=0.17, markersize=4.5, label=optimizer, **LOOKS[optimizer])
             one.axhline(result.config.epsilon, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2)))
             one.set_yscale("log")
