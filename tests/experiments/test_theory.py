@@ -233,8 +233,8 @@ def test_spending_is_interpolated_and_its_powers_are_fitted() -> None:
     cells: list[tuple[dict[str, Any], list[Row]]] = []
     for condition in config.conditions:
         rows: list[Row] = [
-            {"tolerance": None, "steps": k, "error": math.exp(-k / spending.kappa(condition)), "delta": math.exp(-k / 3), "gradients": k + 1,
-             "products": k, "seconds": k / 10}
+            {"tolerance": None, "steps": k, "error": math.exp(-k / spending.kappa(condition)), "delta": math.exp(-k / 3),
+             "gradients": k + 1, "products": k, "seconds": k / 10}
             for k in complexity.lengths(500)
         ]  # fmt: skip
         cells.append(({"what": "precision", "method": "MAML", "solver": "gradient descent", "condition": condition, "seed": 0}, rows))

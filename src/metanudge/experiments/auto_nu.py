@@ -27,6 +27,9 @@ LIMIT, WORST, CASES = 2.0, 4.0, 12
 """The automatic choice may cost twice the best error of the grid in all but one of the twelve cases, four times in any."""
 
 
+_MOST_SHOWN = 30.0
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes of the measurement."""
@@ -245,7 +248,11 @@ def draw(result: Result[Config]) -> list[Drawing]:
             for colour, k in zip(colours, steps, strict=False):
                 rows = [row for row in result.rows(problem=problem, nudge=nudge, steps=k) if row["seed"] == result.rows()[0]["seed"]]
                 _curve(one, rows, colour, f"K = {k}")
-            one.set(xscale="log", yscale="log", xlabel="ν", title=TITLES[problem])
+            one.set(xscale="log", yscale="log", xlabel="ν")
+            one.set_title(TITLES[problem], fontsize=10)
+            shown = [y for drawn in one.lines for y in drawn.get_ydata() if 0 < y < _MOST_SHOWN]
+            if shown:  # solves that explode would hide the rest
+                one.set_ylim(min(shown) / 2, min(2 * max(shown), _MOST_SHOWN))
         axes[0][0].set_ylabel("relative error of the meta-gradient")
         style.legend(axes[0][-1])
         drawings.append(Drawing(figure, alt=_alt(result, nudge), suffix=nudge))

@@ -181,7 +181,7 @@ def law(result: Result[Config], problem: str, nudge: str, stencil: str, varied: 
 def laws(result: Result[Config], varied: str) -> dict[tuple[str, str, str], Law]:
     """All that could be fitted, by problem, nudge and stencil."""
     keys = itertools.product(*(result.distinct(key) for key in ("problem", "nudge", "stencil")))
-    found = {key: law(result, *key, varied) for key in keys}
+    found = {(p, n, s): law(result, p, n, s, varied) for p, n, s in keys}
     return {key: one for key, one in found.items() if one is not None}
 
 
@@ -275,7 +275,8 @@ def _exponent(slope: float, theory: float) -> Shown:
 
 def judge(result: Result[Config]) -> Verdict:
     """Every exponent within the tolerance of the theory's."""
-    paper, ours = [], []
+    paper: list[tuple[bool, str]] = []
+    ours: list[tuple[bool, str]] = []
     for varied, symbol in (("nu", "ν"), ("delta", "δ")):
         for (problem, nudge, stencil), found in laws(result, varied).items():
             theory = _fraction(found.theory)
@@ -289,8 +290,7 @@ def judge(result: Result[Config]) -> Verdict:
     measured = _measured(result, len(paper) + len(ours))
     if not wrong and not others:
         return Verdict("reproduced", measured, f"All {len(paper) + len(ours)} exponents are within {TOLERANCE:g} of the theory's.")
-    status = "reproduced" if not wrong else "partly" if len(wrong) < len(paper) else "not"
-    return Verdict(status, measured, sentence(*wrong, *others))
+    return Verdict("reproduced" if not wrong else "partly" if len(wrong) < len(paper) else "not", measured, sentence(*wrong, *others))
 
 
 def _measured(result: Result[Config], count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ def cells(config: Config) -> list[Cell]:
         for solver in config.solvers
         for method in config.methods
     ]
-    return [*reaching, *({"what": MEMORY, "method": m, "solver": GD, "condition": None, "seed": 0} for m in config.methods)]
+    memory: list[Cell] = [{"what": MEMORY, "method": method, "solver": GD, "condition": None, "seed": 0} for method in config.methods]
+    return reaching + memory
 
 
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
@@ -160,7 +162,7 @@ def _memory(method: str, config: Config, device: torch.device) -> list[Row]:
         learner.solver = mn.GradientDescent(lr=0.1, steps=steps)
         tasks = tasks.to(device)
         learner.meta_gradient(tasks, metrics=False)
-        peak = peak_memory(lambda learner=learner, tasks=tasks: learner.meta_gradient(tasks, metrics=False), device)
+        peak = peak_memory(functools.partial(learner.meta_gradient, tasks, metrics=False), device)
         rows.append({"steps": steps, "examples": examples, "memory": peak / trainable_bytes(model)})
     return rows
 

@@ -33,10 +33,10 @@ COLUMNS = {
     "inner_steps": "steps to 1/1000",
     "outer_loss": "outer loss",
 }
-DISTANCE = {"color": "#1f6fd6", "marker": "o", "markersize": 4.5, "linewidth": 2.2, "label": "distance ‖φ* − θ‖"}
-CONDITION = {"color": "#d1495b", "marker": "s", "markersize": 4, "linewidth": 1.6, "linestyle": (0, (5, 2)), "label": "condition number"}
-OUTER = {"color": "#0d9488", "marker": "D", "markersize": 4, "linewidth": 1.8, "label": "outer loss at φ*"}
-LEARNED = {"color": "#e07b00", "marker": "*", "markersize": 13, "linewidth": 1.2, "linestyle": (0, (2, 2)), "label": "learned λ"}
+DISTANCE: dict[str, Any] = {"color": "#1f6fd6", "marker": "o", "markersize": 4.5, "linewidth": 2.2, "label": "distance ‖φ* − θ‖"}
+CONDITION: dict[str, Any] = {"color": "#d1495b", "marker": "s", "markersize": 4, "linewidth": 1.6, "linestyle": (0, (5, 2)), "label": "condition number"}
+OUTER: dict[str, Any] = {"color": "#0d9488", "marker": "D", "markersize": 4, "linewidth": 1.8, "label": "outer loss at φ*"}
+LEARNED: dict[str, Any] = {"color": "#e07b00", "marker": "*", "markersize": 13, "linewidth": 1.2, "linestyle": (0, (2, 2)), "label": "learned λ"}
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,7 @@ def judge(result: Result[Config]) -> Verdict:
             measured,
             "Both fall with every increase of λ on every problem; no λ of the grid has a clearly lower outer loss than the learned one.",
         )
-    status = "partly" if len(wrong) < 2 else "not"
-    return Verdict(status, measured, sentence(*wrong, *late))
+    return Verdict("partly" if len(wrong) < 2 else "not", measured, sentence(*wrong, *late))
 
 
 def _falls_short(result: Result[Config], name: str) -> str | None:

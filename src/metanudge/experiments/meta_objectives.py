@@ -107,14 +107,13 @@ class Regression(MetaObjective):
     def gradients(self, theta: Tensor) -> Tensor:
         """J_iᵀ ∇f_i(φ_i*)."""
         r = self._residuals(theta)
-        slope = {"quartic": torch.Tensor.pow, "exponential": torch.sinh, "linear": torch.tanh}[self.growth]
-        weights = slope(r, 3) if self.growth == "quartic" else slope(r)
+        weights = r**3 if self.growth == "quartic" else r.sinh() if self.growth == "exponential" else r.tanh()
         return (self._jacobian @ (self.x.mT @ weights[..., None] / self.x.shape[1]))[..., 0]
 
     def hessians(self, theta: Tensor) -> Tensor:
         """J_iᵀ ∇²f_i(φ_i*) J_i."""
         r = self._residuals(theta)
-        curvature = {"quartic": lambda: 3 * r**2, "exponential": lambda: r.cosh(), "linear": lambda: 1 - r.tanh() ** 2}[self.growth]()
+        curvature = 3 * r**2 if self.growth == "quartic" else r.cosh() if self.growth == "exponential" else 1 - r.tanh() ** 2
         inner = (self.x.mT * curvature[:, None]) @ self.x / self.x.shape[1]
         return self._jacobian @ inner @ self._jacobian
 

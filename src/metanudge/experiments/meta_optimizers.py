@@ -113,8 +113,8 @@ def best(result: Result[Any], problem: str, optimizer: str, *, sampled: bool) ->
             chosen.append(row)
     if not chosen:
         return None
-    middle = [Spread.of([_number(row[key]) for row in chosen]).median for key in ("reached", "last", "rate")]
-    return Best(*middle, edge=any(row["rate"] in (rates[0], rates[-1]) for row in chosen))
+    reached, last, rate = (Spread.of([_number(row[key]) for row in chosen]).median for key in ("reached", "last", "rate"))
+    return Best(reached, last, rate, edge=any(row["rate"] in (rates[0], rates[-1]) for row in chosen))
 
 
 def _number(value: float | None) -> float:

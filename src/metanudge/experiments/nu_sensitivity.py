@@ -313,7 +313,7 @@ def _explanation(result: Result[Config]) -> str:
     if result.rows(problem=NOISY):
         noisy = {k: _errors(result, NOISY, k) for k in result.config.steps}
         slopes = [_slope(errors) for errors in noisy.values()]
-        best = {k: min(noisy[k], key=lambda nu, k=k: noisy[k][nu]) for k in (few, many)}
+        best = {k: min(noisy[k].items(), key=lambda found: found[1])[0] for k in (few, many)}
         text += (
             " The premise is right where every solve is off by the same δ in a direction of its own: the error then goes as ν to the "
             f"power {max(slopes):.2f} or less for ν ≤ {SMALL:g}, and the best ν of the grid is {best[few]:g} at K = {few} and "
