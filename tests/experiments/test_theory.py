@@ -176,20 +176,21 @@ def test_the_two_networks_have_the_same_weights() -> None:
 
 
 def test_a_learned_stiffness_is_the_best_one() -> None:
-    """One parameter, support and query minima on opposite sides of θ's: F(λ) has its minimum where φ* is the query's."""
-    config = dataclasses.replace(lambda_effect.Config.quick(), dim=4, tasks=3)
-    setup, unit = lambda_effect._setup(lambda_effect.NOISY, config, 1)
-    learned = lambda_effect.learn(setup, config.start / unit, meta_steps=40, inner_steps=200)
+    """Against the least of the outer loss, which is known in closed form for every λ."""
+    config = dataclasses.replace(lambda_effect.Config.quick(), dim=4, tasks=6, noise=1.0)
+    setup, unit = lambda_effect._setup(lambda_effect.NOISY, config, 3)
+    theta = next(setup.model.parameters())
 
     def loss(lam: float) -> float:
         total = 0.0
         for task in setup.tasks:
-            phi = mn.tasks.Quadratic.solution(task, next(setup.model.parameters()), lam)
+            phi = mn.tasks.Quadratic.solution(task, theta, lam)
             A, b = (t[0] for t in task.query)
             total += float(0.5 * phi @ A @ phi + b @ phi)
         return total
 
-    assert loss(learned) <= min(loss(learned * factor) for factor in (0.7, 0.85, 1.2, 1.4))
+    best = min((10 ** (k / 40 - 4) for k in range(200)), key=loss)
+    assert lambda_effect.learn(setup, config.start / unit, meta_steps=40, inner_steps=200) == pytest.approx(best, rel=0.06)
 
 
 # --------------------------------------------------------------------------------------------------- fits
@@ -278,8 +279,9 @@ def test_the_verdict_on_nu_follows_the_rows() -> None:
         verdict = nu_sensitivity.judge(result_of(nu_sensitivity, config, [({"problem": "quadratic", "nudge": "loss", "seed": 0}, rows)]))
         return verdict.status, verdict.reason
 
-    as_claimed = judged({10: [2.19, 2.0, 0.5, 3.0], 50: [0.109, 0.1, 0.2, 1.0]})
-    assert "6 of 6" in as_claimed[1] or as_claimed[0] in ("reproduced", "partly")
+    as_claimed = judged({10: [2.1, 1.95, 0.5, 3.0], 50: [0.11, 0.1, 0.2, 1.0]})
+    assert as_claimed[0] == "partly", "the error cannot be flat and grow by a tenth"
+    assert as_claimed[1].startswith("5 of 6 statements hold; not that the error is flat")
     flat = judged({10: [0.5, 0.5, 0.5, 0.6], 50: [0.01, 0.01, 0.05, 0.9]})
     assert flat[0] == "partly"
     assert "amplifies the noise" in flat[1]

@@ -70,8 +70,8 @@ def cells(config: Config) -> list[Cell]:
         for solver in config.solvers
         for method in config.methods
     ]
-    memory: list[Cell] = [{"what": MEMORY, "method": method, "solver": GD, "condition": None, "seed": 0} for method in config.methods]
-    return reaching + memory
+    holding: list[Cell] = [{"what": MEMORY, "method": method, "solver": GD, "condition": None, "seed": 0} for method in config.methods]
+    return reaching + holding
 
 
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:

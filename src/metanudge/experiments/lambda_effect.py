@@ -34,9 +34,23 @@ COLUMNS = {
     "outer_loss": "outer loss",
 }
 DISTANCE: dict[str, Any] = {"color": "#1f6fd6", "marker": "o", "markersize": 4.5, "linewidth": 2.2, "label": "distance ‖φ* − θ‖"}
-CONDITION: dict[str, Any] = {"color": "#d1495b", "marker": "s", "markersize": 4, "linewidth": 1.6, "linestyle": (0, (5, 2)), "label": "condition number"}
+CONDITION: dict[str, Any] = {
+    "color": "#d1495b",
+    "marker": "s",
+    "markersize": 4,
+    "linewidth": 1.6,
+    "linestyle": (0, (5, 2)),
+    "label": "condition number",
+}
 OUTER: dict[str, Any] = {"color": "#0d9488", "marker": "D", "markersize": 4, "linewidth": 1.8, "label": "outer loss at φ*"}
-LEARNED: dict[str, Any] = {"color": "#e07b00", "marker": "*", "markersize": 13, "linewidth": 1.2, "linestyle": (0, (2, 2)), "label": "learned λ"}
+LEARNED: dict[str, Any] = {
+    "color": "#e07b00",
+    "marker": "*",
+    "markersize": 13,
+    "linewidth": 1.2,
+    "linestyle": (0, (2, 2)),
+    "label": "learned λ",
+}
 
 
 @dataclass(frozen=True)
