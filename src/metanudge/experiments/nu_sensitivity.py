@@ -260,7 +260,7 @@ def _statements(result: Result[Config]) -> list[tuple[bool, str]]:
     spikes = all(not found[top] < SPIKE * found[LARGE] for found in errors.values())
     grows = [k for k, found in errors.items() if found[min(found)] > FLAT * found[SMALL]]
     statements = [
-        (all(max(found) < FLAT * min(found) for found in small.values()), f"the error is flat for ν ≤ {SMALL:g} (within {FLAT - 1:.0%})"),
+        (all(errors[k][SMALL] < FLAT * min(found) for k, found in small.items()), f"the error is flat or high for ν ≤ {SMALL:g}"),
         (bool(grows), "a small ν amplifies the noise of unconverged solves (the error does not grow towards small ν at any K)"),
         (falls, f"more steps help at every ν ≤ {LARGE:g}"),
         (spikes, f"the error rises sharply beyond ν = {LARGE:g} at every K"),

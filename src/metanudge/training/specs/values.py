@@ -23,7 +23,7 @@ def typed(text: str, hint: Any, where: str) -> Any:
         converted = _try(text, kind)
         if converted is not _NO:
             return converted
-    wanted = " or ".join(_spell(kind) for kind in _alternatives(hint))
+    wanted = " or ".join(dict.fromkeys(_spell(kind) for kind in _alternatives(hint)))
     words = [str(word) for kind in _alternatives(hint) if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
     raise UserError(f"{where}={text} is not {wanted}.{near(text, words)}")
 
