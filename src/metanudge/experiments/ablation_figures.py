@@ -60,7 +60,7 @@ def accuracies(result: Result[Any], parts: Sequence[str]) -> Drawing:
     names = [f"{variant}{'  (default)' if variant == Variant.default() else ''}" for variant in reversed(variants)]
     axes[0][0].set_yticks(range(len(variants)), names)
     ends = "; ".join(f"{v} {found.mean:.3f}" for v in variants if (found := accuracy(result, parts[0], v)) is not None)
-    return Drawing(figure, alt=f"Accuracy after training for each variant. {DATA[parts[0]]}: {ends}.", suffix="-accuracy")
+    return Drawing(figure, alt=f"Accuracy after training for each variant. {DATA[parts[0]]}: {ends}.", suffix="accuracy")
 
 
 def _cosine_alt(result: Result[Any], steps: int) -> str:
