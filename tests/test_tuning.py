@@ -194,6 +194,21 @@ def test_any_solver(solver):
     assert learner.tuner.last.error < 1
 
 
+@pytest.mark.parametrize(
+    "options", [{"learn_lam": "tensor"}, {"adapt": "2.*"}, {"lam": {"0.weight": 0.1, "0.bias": 1.0, "2.weight": 2.0, "2.bias": 9.0}}]
+)
+@pytest.mark.parametrize("engine", ["stacked", "inplace"])
+def test_learned_stiffness_and_shared_layers(options, engine):
+    setup = mlp(tasks=2)
+    learner = mn.MetaLearner(
+        setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), estimator=AUTO, engine=engine, **options
+    )
+    g, stats = learner.meta_gradient(setup.tasks)
+    tangent, _ = gradient(learner, setup.tasks, estimator=mn.FOBMAML(stencil="tangent"), engine="stacked")
+    assert stats.nu == LADDER[-1], "smooth: the smaller the better"
+    assert relative_error(g, tangent) < 1e-5
+
+
 def test_without_a_learner_it_is_chosen_on_the_tasks():
     setup = mlp(tasks=6)
     learner = mn.MetaLearner(setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), estimator=AUTO)

@@ -155,9 +155,18 @@ def judge(result: Result[Any], size: str, at: str, **where: Any) -> Verdict:
     measured = summary(result, size, at, **where)
     if not failed:
         reason = f"FO-B-MAML is within {MARGIN:.0%} of FO-MAML and Reptile, and below MAML and iMAML, at every size."
-        return Verdict("reproduced", measured, reason)
-    reason = f"{parts - len(failed)} of {parts} comparisons hold, but {'; '.join(failed)}."
+        return Verdict("reproduced", measured, f"{reason} {_above_a_step(result, size, **where)}")
+    reason = f"{parts - len(failed)} of {parts} comparisons hold, but {'; '.join(failed)}. {_above_a_step(result, size, **where)}"
     return Verdict("partly" if len(failed) < parts else "not", measured, reason)
+
+
+def _above_a_step(result: Result[Any], size: str, **where: Any) -> str:
+    """What a meta-step needs beyond a training step on the same examples."""
+    places = [{size: s, **where} for s in sorted(result.distinct(size))]
+    ratios = [memory(result, m.LOSS, **here) / memory(result, STEP, **here) - 1 for here in places]
+    return (
+        f"It is {min(ratios):.1%} to {max(ratios):.1%} above one plain training step, which has no θ to return to and no meta-gradient."
+    )
 
 
 def summary(result: Result[Any], size: str, at: str, **where: Any) -> str:
