@@ -97,15 +97,46 @@ def two_heads() -> Setup:
     return Setup(seeded(0, TwoHeads), loss, mn.TaskBatch(support, query))
 
 
+class Untracked(nn.Module):
+    """Weights that are used again without their gradient, below and above where it comes from; their φ is read after it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 6)
+        self.hidden = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(x)) @ self.hidden.weight.detach() @ self.hidden.weight.detach().square()
+        x = self.hidden(x) + x @ self.embed.weight.detach() @ self.head.weight.detach()
+        return self.head(torch.tanh(x)) @ self.head.weight.detach() @ self.embed.weight
+
+
+def strided() -> Setup:
+    """Parameters in other memory layouts than the usual: channels last, and transposed."""
+    setup = conv_net(tasks=2)
+    for module in setup.model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+        elif isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data.T.contiguous().T
+    assert sum(not p.is_contiguous() for p in setup.model.parameters()) > 1
+    return setup
+
+
 SETUPS: dict[str, Callable[[], Setup]] = {
     "mlp": lambda: mlp(tasks=2, hidden=8),
     "conv_net": lambda: conv_net(tasks=2, dropout=0.3),
     "tied": lambda: Setup(seeded(0, lambda: Tied(None)), F.cross_entropy, mlp(tasks=2).tasks),
+    "untracked": lambda: Setup(seeded(0, Untracked), F.cross_entropy, mlp(tasks=2).tasks),
     "two_heads": two_heads,
+    "strided": strided,
 }
 ESTIMATORS = {
     "loss": mn.FOBMAML(),
-    "gradient": mn.FOBMAML(nudge="gradient", start="shifted"),
+    "gradient": mn.FOBMAML(nudge="gradient"),
+    "gradient, shifted": mn.FOBMAML(nudge="gradient", start="shifted"),
+    "gradient, solution": mn.FOBMAML(nudge="gradient", start="solution"),
     "solution": mn.FOBMAML(start="solution"),
     "none": mn.FOMAML(),
 }
@@ -132,7 +163,7 @@ def test_residuals_are_those_of_the_stacked_engine(nudge: str):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("estimator", ["loss", "none"])
+@pytest.mark.parametrize("estimator", ["loss", "gradient", "none"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_gradients_that_come_in_parts(use_reentrant: bool, estimator: str):
     """Re-entrant checkpoints run backward passes within the backward pass, so that a tied parameter's gradient is there twice."""
@@ -175,6 +206,41 @@ def test_without_a_gradient_the_proximal_term_pulls_once_a_step(offset: float):
     torch.testing.assert_close(solution.displacement["large"], expected, rtol=1e-14, atol=0)
     norms = (2.0 * torch.linspace(-1, 1, 20, dtype=torch.float64)).norm() * 0.8 ** torch.arange(4, dtype=torch.float64)
     torch.testing.assert_close(solution.residuals[:, 0], norms, rtol=1e-12, atol=0)
+
+
+def test_without_a_gradient_a_force_pulls_once_a_step():
+    """d_K = (1 − αλ)^K d_0 + ((1 − αλ)^K − 1) ν p / λ, with a λ for every entry."""
+    setup = Setup(Elsewhere().double(), F.mse_loss, mn.TaskBatch(*[(torch.ones(1, 3, dtype=torch.float64),) * 2] * 2))
+    lam = {"large": torch.linspace(1, 3, 20, dtype=torch.float64), "small": torch.tensor(2.0, dtype=torch.float64)}
+    learner = learner_for(setup, engine="inplace", lam=lam)
+    start = {"large": torch.linspace(-1, 1, 20, dtype=torch.float64).unsqueeze(0), "small": torch.zeros(1, dtype=torch.float64)}
+    force = {"large": torch.linspace(5, -2, 20, dtype=torch.float64).unsqueeze(0), "small": torch.zeros(1, dtype=torch.float64)}
+    left = (1 - 0.1 * lam["large"]) ** 4
+    expected = left * start["large"] + (left - 1) * 0.3 * force["large"] / lam["large"]
+    with InplaceEngine().session(learner.problem(), setup.tasks, width=1, seed=0, cost=Cost()) as groups:
+        solution = next(groups).solve(AS_IT_COMES, offsets=[0.3], nudge="gradient", force=force, start=start)
+    torch.testing.assert_close(solution.displacement["large"], expected, rtol=1e-14, atol=1e-15)
+
+
+class Bounded(nn.Module):
+    """torch scales rows of this embedding down when they are used: φ is not what the engine has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 6, max_norm=1.0)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed((x[:, 0] > 0).long()))
+
+
+@pytest.mark.parametrize("nudge", ["loss", "gradient"])
+def test_parameters_that_the_model_writes(nudge: str):
+    setup = Setup(seeded(0, Bounded), F.cross_entropy, mlp(tasks=2).tasks)
+    assert float(setup.model.embed.weight.detach()[:2].norm(dim=1).min()) > 1.5
+    expected, result = (gradient(setup, mn.FOBMAML(nudge=nudge, stencil="forward"), "inplace", solver=s) for s in (WHOLE, AS_IT_COMES))
+    assert relative_error(result, expected) < 1e-12
+    assert float(expected["embed.weight"].norm()) > 0.01
 
 
 def doubled(g: Tensor) -> Tensor:
@@ -290,7 +356,8 @@ def test_cuda_is_as_with_whole_gradients(model: str, estimator: str, stream: boo
 
 
 @needs_cuda
-def test_cuda_memory_is_that_of_a_training_step_and_three_copies():
+@pytest.mark.parametrize("nudge", ["loss", "gradient"])
+def test_cuda_memory_is_that_of_a_training_step_and_three_copies(nudge: str):
     """Counted by the allocator itself."""
     model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())), nn.Linear(1024, 3)).cuda()
     x, y = torch.randn(1, 64, 1024, device="cuda"), torch.randint(3, (1, 64), device="cuda")
@@ -307,6 +374,6 @@ def test_cuda_memory_is_that_of_a_training_step_and_three_copies():
 
     plain = peak(lambda: F.cross_entropy(model(x[0]), y[0]).backward())
     model.zero_grad(set_to_none=True)
-    learner = learner_for(setup, engine="inplace", solver=AS_IT_COMES)
+    learner = learner_for(setup, mn.FOBMAML(nudge=nudge), "inplace", solver=AS_IT_COMES)
     assert peak(lambda: learner.meta_gradient(setup.tasks)) <= 1.05 * (plain + 3 * size)
     assert plain >= size

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from metanudge.engines.remainder import pieces, recovered, remainder
 from metanudge.params import Params
 
 Take = Callable[[str, Tensor], None]
-Complete = Callable[[Params, Params], None]
-_LEFT = 0.05
+_LEFT = 0.02  # of all entries, in parameters whose gradients wait
+_PIECE = 0.05  # of all entries: how many displacements are unpacked at a time
+_LEAST = 2**18  # where kernels are launched; a smaller piece takes no less time, and the allocator's blocks have twice the size
 
 
 class Listener:
     """Hears of every parameter whose gradient is there, from the first use until `close`.
 
-    Left out are the smallest parameters, a twentieth of all entries, which would cost more time than memory; and those below float32.
+    Left out are the smallest parameters, a fiftieth of all entries, which would cost more time than memory; and those below float32.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -28,12 +31,16 @@ class Listener:
         self._handles: list[RemovableHandle] = []
         self._take: Take | None = None
 
+    @cached_property
+    def names(self) -> list[str]:
+        """Whom it hears of, the smaller ones first."""
+        return _all_but_the_smallest(self._parameters)
+
     @contextmanager
     def handing_to(self, take: Take) -> Iterator[None]:
         """Within, backward passes hand over names and parameters as soon as their `.grad` has all that the pass adds to it."""
         if not self._handles:
-            names = _all_but_the_smallest(self._parameters)
-            self._handles = [self._parameters[n].register_post_accumulate_grad_hook(partial(self._hear, n)) for n in names]
+            self._handles = [self._parameters[n].register_post_accumulate_grad_hook(partial(self._hear, n)) for n in self.names]
         self._take = take
         try:
             yield
@@ -50,6 +57,31 @@ class Listener:
             self._take(name, parameter)
 
 
+@dataclass(frozen=True)
+class Forces:
+    """What the data do not give of a gradient: λ d, and ν p where the nudge pulls with a constant force p.
+
+    Attributes:
+        lam: λ of each parameter, 0-d or of its shape.
+        pull: p, `(1, ...)` each.
+        nu: ν.
+    """
+
+    lam: Params
+    pull: Params | None
+    nu: float
+
+    def of(self, name: str, like: Tensor) -> list[Tensor]:
+        """λ and, where there is one, p of a parameter, in the shape of its gradient."""
+        return [values[name].expand_as(like) for values in (self.lam, self.pull) if values is not None]
+
+    def add(self, g: Tensor, d: Tensor, lam: Tensor, pull: Tensor | None = None) -> None:
+        """g += λ d + ν p."""
+        g.addcmul_(d, lam)
+        if pull is not None:
+            g.add_(pull, alpha=self.nu)
+
+
 class Descent:
     """One step d ← d − α ∇g(d), for one row, while backward passes run at φ = θ + d.
 
@@ -61,46 +93,84 @@ class Descent:
         theta: θ.
         d: the displacement, `(1, ...)` each; overwritten.
         lr: α.
-        complete: adds what the data do not give (proximal term, linear nudge) to leaves of a gradient at d, in place.
+        forces: what the data do not give (proximal term, linear nudge).
         parts: how many backward passes there will be.
 
     Cost: the gradient by the parameter that autograd is at, and by those that nobody hands over.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], theta: Params, d: Params, lr: float, complete: Complete, *, parts: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], theta: Params, d: Params, lr: float, forces: Forces, *, parts: int) -> None:
         self._parameters = parameters
         self._theta = theta
         self._d = d
         self._lr = lr
-        self._complete = complete
+        self._forces = forces
         self._parts = parts
         self._norms: dict[str, Tensor | None] = {}  # None where the motion will tell
+        self._most = 1
+
+    def pack(self, names: Iterable[str]) -> None:
+        """Hold only remainders of these displacements until the gradients are there, whose memory the new displacements take.
+
+        For a single backward pass, and parameters that hold φ = θ + d from now until it is through.
+        """
+        assert self._parts == 1
+        parameters = self._parameters.values()
+        least = 1 if all(p.device.type == "cpu" for p in parameters) else _LEAST
+        self._most = max(least, int(_PIECE * sum(p.numel() for p in parameters)))
+        for name in names:
+            at = self._parameters[name].data.unsqueeze(0), self._theta[name].unsqueeze(0)
+            self._d[name] = remainder(*at, self._d[name], most=self._most)
 
     def take(self, name: str, parameter: Tensor) -> None:
         """Take a parameter's gradient, or one more part of it, and step."""
-        g, d = parameter.grad, self._d[name]
+        g = parameter.grad
         if g is None:  # a hook of the user's was here before
             return
         parameter.grad = None
         if name in self._norms:
             self._norms[name] = None
+            self._d[name].add_(g, alpha=-self._lr)
         else:
-            g = g.unsqueeze(0)
-            self._complete({name: g}, self._d)
-            self._norms[name] = torch.linalg.vector_norm(g) if self._parts == 1 else None
-        d.add_(g, alpha=-self._lr)
+            self._norms[name] = self._step(name, g.unsqueeze(0))
 
     def finish(self) -> Tensor:
         """Step where nothing was handed over, too; ‖∇g‖ at the old d, `(1,)`. What the parameters hold then means nothing."""
+        for name, leaf in self._d.items():
+            if leaf.dtype == torch.int8:
+                self._norms[name] = self._step(name, row(take_gradient(self._parameters[name])))
         rest = {n: row(take_gradient(p)) for n, p in self._parameters.items() if n not in self._norms}
         norms = [norm for norm in self._norms.values() if norm is not None]
         norms += self._motions([name for name, norm in self._norms.items() if norm is None])
         if rest:
-            self._complete(rest, self._d)
+            for name, leaf in rest.items():
+                self._forces.add(leaf, self._d[name], *self._forces.of(name, leaf))
             leaves = list(rest.values())
             norms += torch._foreach_norm(leaves)
             torch._foreach_add_([self._d[n] for n in rest], leaves, alpha=-self._lr)
         return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
+
+    def _step(self, name: str, g: Tensor) -> Tensor | None:
+        """Step with the first part of a parameter's gradient, which is overwritten; its norm if it is the only part."""
+        d, forces = self._d[name], self._forces.of(name, g)
+        if d.dtype == torch.int8:
+            return self._unpack(name, g, d, forces)
+        self._forces.add(g, d, *forces)
+        d.add_(g, alpha=-self._lr)
+        return torch.linalg.vector_norm(g) if self._parts == 1 else None
+
+    def _unpack(self, name: str, g: Tensor, lost: Tensor, forces: list[Tensor]) -> Tensor:
+        """Step from a displacement that was packed, piece by piece, and put the new one into g."""
+        phi, theta = self._parameters[name].data.unsqueeze(0), self._theta[name].unsqueeze(0)
+        norms = []
+        for step, *at in pieces(g, phi, theta, lost, *forces, most=self._most):
+            d = recovered(*at[:3])
+            self._forces.add(step, d, *at[3:])
+            norms.append(torch.linalg.vector_norm(step))
+            torch.add(d, step, alpha=-self._lr, out=step)
+            del d  # or it would still be alive while the next one is made
+        self._d[name] = g
+        return torch.linalg.vector_norm(torch.stack(norms))
 
     def _motions(self, names: list[str]) -> list[Tensor]:
         """‖φ − θ − d‖ / α of these parameters; overwrites φ, which saves a copy."""
@@ -136,4 +206,4 @@ def _all_but_the_smallest(parameters: Mapping[str, Tensor]) -> list[str]:
         if left < 0:
             break
         del sizes[name]
-    return list(sizes)
+    return sorted(sizes, key=sizes.__getitem__)

@@ -2,9 +2,10 @@
 
 Whatever trains with `loss.backward()` runs here: cuDNN recurrent nets, flash attention, compiled modules, checkpointing. Tasks and
 nudges are solved one after the other, so the memory is that of one training step, whatever their number and the number of steps, plus
-copies of the trainable parameters: θ, the displacement d and the accumulating meta-gradient (and ∇f(φ_0) for the gradient nudge, the
-un-nudged solution where solves start there). Gradient descent takes gradients up as autograd makes them (`Descent`); with a tolerance,
-and with other solvers, a step holds a whole gradient, for the loss nudge one that adds up two.
+copies of the trainable parameters: θ, the displacement d and the accumulating meta-gradient (and the un-nudged solution where solves
+start there). Gradient descent takes gradients up as autograd makes them (`Descent`); with a tolerance, and with other solvers, a step
+holds a whole gradient, for the loss nudge one that adds up two. The gradient nudge keeps ∇f(φ_0) besides; where gradient descent takes
+gradients up, it keeps it in the place of d, of which only what φ − θ lacks is held (`remainder`).
 
 Afterwards, also when the loss raises in the middle of a solve, parameters, buffers, `.grad` and the global random state are as
 they were. Hooks registered on parameters see the inner gradients.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metanudge.engines.descent import Complete, Descent, Listener, row, take_gradient
+from metanudge.engines.descent import Descent, Forces, Listener, row, take_gradient
 from metanudge.engines.diagnosis import model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
 from metanudge.engines.randomness import Draws, minibatch
@@ -48,6 +49,7 @@ class Guard:
         ]
         for parameter, _ in self._gradients:
             parameter.grad = None
+        self._versions = {n: p._version for n, p in problem.parameters.items()}
         self.listener = Listener(problem.parameters)
         self._shared = problem.shared
         self._want(adapting=True, shared=False)
@@ -66,6 +68,11 @@ class Guard:
             for parameters, on in ((self._parameters, adapting), (self._shared, shared)):
                 for parameter in parameters.values():
                     parameter.requires_grad_(on)
+
+    def holds_still(self, name: str) -> bool:
+        """Whether a real parameter was written by nobody but the engine so far; an `nn.Embedding` with `max_norm` writes its own."""
+        parameter = self._parameters[name]
+        return parameter.is_floating_point() and parameter._version == self._versions[name]
 
     def restore_buffers(self) -> None:
         """Undo what a forward pass did to the buffers: BatchNorm's running statistics and the like."""
@@ -153,11 +160,13 @@ class InplaceInner(Inner):
         return InplaceOracle(self, offsets, nudge, force, None)
 
     def descend(
-        self, d: Params, offsets: Tensor | None, lr: float, step: int, batch_size: int | None, complete: Complete
+        self, d: Params, offsets: Tensor | None, lr: float, step: int, batch_size: int | None, forces: Forces
     ) -> tuple[Tensor, Tensor]:
         """One step of gradient descent; losses and norm of the gradient at the old d."""
         self._write(d)
-        descent = Descent(self.problem.parameters, self._guard.theta, d, lr, complete, parts=1 if offsets is None else 2)
+        descent = Descent(self.problem.parameters, self._guard.theta, d, lr, forces, parts=1 if offsets is None else 2)
+        if forces.pull is not None:  # a fourth copy, which d makes room for
+            descent.pack(n for n in self._guard.listener.names if self._guard.holds_still(n))
         with self._guard.listener.handing_to(descent.take):
             total = self._backward(self._support(step, batch_size), step, "support", None)
             self.cost.support_gradients += 1
@@ -316,7 +325,9 @@ class InplaceOracle(NudgedOracle):
 
     def descend(self, d: Params, lr: float, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
         """d ← d − lr ∇g(d); data loss and ‖∇g‖ at the old d."""
-        return self.inner.descend(d, self._nu, lr, step, batch_size, self.complete)
+        proximal = self.inner.problem.proximal
+        assert isinstance(proximal, Diagonal)
+        return self.inner.descend(d, self._nu, lr, step, batch_size, Forces(proximal.lam, self._pull, self._pull_scale))
 
 
 def _refuse_synchronising_wrappers(model: nn.Module) -> None:
