@@ -165,7 +165,8 @@ def test_no_module_imports_itself_by_a_detour():
         walk(name, ())
 
 
-TRITON = ("engines/fused.py", "engines/trunk/cuda.py", "engines/trunk/kernels.py")  # loaded on CUDA devices only, where torch brings it
+# Loaded on CUDA devices only, where torch brings it.
+TRITON = ("engines/fused.py", "engines/head.py", "engines/trunk/cuda.py", "engines/trunk/kernels.py")
 
 
 def test_light_units_load_only_torch_and_numpy():

@@ -26,7 +26,7 @@ from metanudge.params import Params
 from metanudge.problem import Loss, Objective, Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
 from metanudge.solvers import GradientDescent, LinearSolver, Solver
-from metanudge.task import Batch, Task, TaskBatch, signature
+from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
 EngineName = Literal["auto", "stacked", "inplace"]
@@ -181,7 +181,8 @@ class MetaLearner(nn.Module):
         gradient, stats = self.meta_gradient(tasks, metrics=metrics, seed=seed, first=first)
         assert self._cached is not None
         parameters = self._cached[1].meta_parameters
-        _Gradients.apply([gradient.pop(n).to(p) for n, p in parameters.items()], *parameters.values()).backward()
+        leaves = [leaf if leaf.dtype == p.dtype else leaf.to(p) for leaf, p in ((gradient.pop(n), p) for n, p in parameters.items())]
+        _Gradients.apply(leaves, *parameters.values()).backward()
         return stats
 
     def forward(self, tasks: Tasks, *, seed: int | None = None) -> Tensor:
@@ -204,7 +205,7 @@ class MetaLearner(nn.Module):
             options: dict[str, Any] = {"seed": seed, "metrics": metrics, "first": first, "captures": captures}
             return meta_gradient(problem, batch, solver=solver, estimator=estimator, engine=engine, **options)
 
-        result = self._on_engine(batch, run)
+        result = self._on_engine(batch, problem, run)
         self.tuner.count()
         self.calls += 1
         return result
@@ -224,7 +225,8 @@ class MetaLearner(nn.Module):
         batch = TaskBatch.of(tasks)
         options: dict[str, Any] = {"solver": self.solver, "first": first, "rungs_at_once": rungs_at_once}
         options["seed"] = mix(self.seed, self.calls) if seed is None else seed
-        return self._on_engine(batch, lambda engine: self.tuner.look(estimator, self.problem(), batch, engine=engine, **options))
+        problem = self.problem()
+        return self._on_engine(batch, problem, lambda engine: self.tuner.look(estimator, problem, batch, engine=engine, **options))
 
     def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
         """A copy of the model adapted to a support set; the learner and its model stay as they are.
@@ -258,7 +260,7 @@ class MetaLearner(nn.Module):
         with _gradients_on(), compilation(self.compiled):
             problem = self.problem()
             problem.check_tasks(batch)
-            engine, _ = self.choose_engine(batch)
+            engine, _ = self._choose(batch, problem)
             try:
                 return _evaluate(problem, batch, solver, engine, seed)
             except StackingError as error:
@@ -269,7 +271,10 @@ class MetaLearner(nn.Module):
 
     def choose_engine(self, batch: TaskBatch) -> tuple[Engine, str]:
         """The engine for a batch, and why."""
-        stacked, inplace = StackedEngine(self._chunk_for(batch)), InplaceEngine()
+        return self._choose(batch, self.problem())
+
+    def _choose(self, batch: TaskBatch, problem: Problem) -> tuple[Engine, str]:
+        stacked, inplace = StackedEngine(self._chunk_for(batch, problem)), InplaceEngine()
         if self.engine != "auto":
             return (stacked if self.engine == "stacked" else inplace), "as asked"
         if "inplace" not in self.estimator.engines:
@@ -278,7 +283,6 @@ class MetaLearner(nn.Module):
             return inplace, "the model cannot be stacked"
         if not isinstance(self.solver, LinearSolver):
             return inplace, f"{type(self.solver).__name__} works on one task at a time"
-        problem = self.problem()
         size = sum(p.numel() for p in (*problem.parameters.values(), *problem.shared.values()))
         if problem.device.type == "cpu":
             if size <= LARGEST_STACKED_ON_CPU:
@@ -300,10 +304,10 @@ class MetaLearner(nn.Module):
         shown = "".join(f", {name}={value!r}" for name, value in more.items() if value is not None)
         return f"{term}{shown}, solver={self.solver!r}, estimator={self.estimator!r}, engine={self.engine!r}"
 
-    def _on_engine(self, batch: TaskBatch, run: Callable[[Engine], T]) -> T:
+    def _on_engine(self, batch: TaskBatch, problem: Problem, run: Callable[[Engine], T]) -> T:
         """Run on the engine for a batch, and in place where the model turns out not to stack and the choice is ours."""
         with _gradients_on(), compilation(self.compiled):
-            engine, _ = self.choose_engine(batch)
+            engine, _ = self._choose(batch, problem)
             try:
                 return run(engine)
             except StackingError as error:
@@ -312,13 +316,12 @@ class MetaLearner(nn.Module):
                 self._fall_back(error)
                 return run(InplaceEngine())
 
-    def _chunk_for(self, batch: TaskBatch) -> int | None:
+    def _chunk_for(self, batch: TaskBatch, problem: Problem) -> int | None:
         """The chunk asked for; on a CUDA device otherwise what its free memory holds, looked at once for each shape of tasks."""
-        problem = self.problem()
         if self.chunk is not None or problem.device.type != "cuda" or self.engine == "inplace":
             return self.chunk
         unrolled = self.solver.steps if isinstance(self.estimator, MAML) else 1
-        key = (problem, unrolled, self.estimator.width, *((len(s), signature(s.support), signature(s.query)) for s in batch.stacks))
+        key = (problem, unrolled, self.estimator.width, *((len(stack), stack.signature) for stack in batch.stacks))
         if key not in self._room:
             per_row = max(bytes_per_row(problem, stack.task(0), unrolled=unrolled) for stack in batch.stacks)
             fit = rows_that_fit(per_row, free_memory(problem.device))
@@ -411,7 +414,8 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()  # autograd takes a gradient over that nobody else holds, and copies it otherwise
         return (None, *gradients)
 
 

@@ -20,28 +20,50 @@ def _matrix(leaf: Tensor) -> Tensor:
     return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
 
 
+Orders = Mapping[str, tuple[int, ...]]
+"""In which order the axes of some parameters lie in memory, the slowest first; the others lie as they are."""
+
+
 class Flat(dict[str, Tensor]):
     """Parameters whose leaves are views of one matrix: what is done to all of them alike is done to the matrix, in one go.
 
     Args:
         matrix: `(rows, num_parameters)`.
         shapes: of one row of each leaf, in the order in which they lie.
+        orders: of the axes within leaves.
 
     Example:
         >>> flat = Flat(torch.arange(8.0).view(2, 4), {"w": torch.Size([3]), "b": torch.Size([])})
         >>> flat["w"].tolist(), flat["b"].tolist()
         ([[0.0, 1.0, 2.0], [4.0, 5.0, 6.0]], [3.0, 7.0])
+        >>> Flat(torch.arange(6.0).view(1, 6), {"w": torch.Size([2, 3])}, {"w": (1, 0)})["w"].tolist()
+        [[[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]]
     """
 
-    def __init__(self, matrix: Tensor, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, matrix: Tensor, shapes: Mapping[str, torch.Size], orders: Orders | None = None) -> None:
+        orders = {} if orders is None else orders
         pieces = matrix.split([shape.numel() for shape in shapes.values()], dim=1)
-        super().__init__({n: p.view(-1, *shape) for (n, shape), p in zip(shapes.items(), pieces, strict=True)})
+        super().__init__({n: _laid_out(p, shape, orders.get(n)) for (n, shape), p in zip(shapes.items(), pieces, strict=True)})
         self.matrix = matrix
         self.shapes = shapes
+        self.orders = orders
+
+    @classmethod
+    def of(cls, leaves: Mapping[str, Tensor], orders: Orders | None = None) -> Flat:
+        """One row that holds these leaves, copied."""
+        orders = {} if orders is None else orders
+        pieces = [leaf.permute(orders.get(n, tuple(range(leaf.ndim)))).flatten() for n, leaf in leaves.items()]
+        return cls(torch.cat(pieces).unsqueeze(0), {n: leaf.shape for n, leaf in leaves.items()}, orders)
 
     def like(self, matrix: Tensor) -> Flat:
         """Another matrix, cut in the same way."""
-        return Flat(matrix, self.shapes)
+        return Flat(matrix, self.shapes, self.orders)
+
+
+def _laid_out(piece: Tensor, shape: torch.Size, order: tuple[int, ...] | None) -> Tensor:
+    if order is None:
+        return piece.view(-1, *shape)
+    return piece.view(-1, *[shape[axis] for axis in order]).permute(0, *[1 + order.index(axis) for axis in range(len(shape))])
 
 
 def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:

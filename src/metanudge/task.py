@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, overload
 
 import torch
@@ -128,6 +129,11 @@ class Stack:
             map_tensors(lambda t: t[rows], self.support),
             map_tensors(lambda t: t[rows], self.query),
         )
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """What it shares with stacks of the same shape: see `signature`."""
+        return signature(self.support), signature(self.query)
 
     def moved(self, first: int) -> Stack:
         """The same tasks as part of a larger batch in which this one begins at place `first`."""

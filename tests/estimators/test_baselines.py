@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -167,6 +168,21 @@ def test_es_maml_is_the_antithetic_average_of_the_adapted_query_losses():
     assert relative_error(gradient, total.detach()) < 1e-10
     assert relative_error(meta_gradient(setup, estimator, engine="stacked"), gradient) < 1e-10
     assert relative_error(meta_gradient(setup, mn.ESMAML(sigma=sigma, samples=samples, seed=6)), gradient) > 0.1
+
+
+def test_es_maml_draws_anew_in_every_meta_step():
+    setup = mlp(tasks=2)
+
+    def learner() -> mn.MetaLearner:
+        return mn.MetaLearner(setup.model, setup.loss, lam=LAM, solver=GD, estimator=mn.ESMAML(samples=2, seed=5))
+
+    one, another = learner(), learner()
+    steps = [one.meta_gradient(setup.tasks)[0] for _ in range(3)]
+    assert all(relative_error(a, b) > 0.1 for a, b in itertools.combinations(steps, 2))
+    assert all(relative_error(another.meta_gradient(setup.tasks)[0], step) == 0 for step in steps), "seeded all the same"
+    given = [one.meta_gradient(setup.tasks, seed=7)[0] for _ in range(2)]
+    assert relative_error(*given) == 0
+    assert relative_error(given[0], steps[0]) > 0.1
 
 
 def unflattened(flat: Tensor, like: Parameters) -> Parameters:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import metanudge as mn
-from problems import Setup, log_slope, quadratic, quadratic_meta_gradient, quadratic_solutions, relative_error
+from problems import Setup, log_slope, quadratic, quadratic_meta_gradient, quadratic_solutions, relative_error, vector
 
 LAM = 0.5
 NEWTON = mn.NewtonCG(steps=10, cg_steps=60, tol=1e-12)
@@ -194,3 +194,17 @@ def test_error_of_es_maml_falls_as_one_over_the_root_of_the_samples():
     assert log_slope(counts, root_mean_squares) == pytest.approx(-0.5, abs=0.1)
     # The estimate is the mean of n matrices εεᵀ times the gradient, whose variance is (d + 1)/n of its square.
     assert root_mean_squares == pytest.approx([math.sqrt((20 + 1) / samples) for samples in counts], rel=0.2)
+
+
+def test_samples_of_es_maml_in_different_meta_steps_are_independent():
+    """The mean over m meta-steps of one sample has the error of m samples in one."""
+    setup, meta_steps, seeds = quadratic(10, dim=20, tasks=1, same=False), 16, range(10)
+    solver = mn.GradientDescent(lr=0.5, steps=2)
+    truth, _ = meta_gradient(setup, solver, mn.MAML())
+    squares = []
+    for seed in seeds:
+        estimator = mn.ESMAML(sigma=0.1, samples=1, seed=seed)
+        learner = mn.MetaLearner(setup.model, setup.loss, lam=LAM, solver=solver, estimator=estimator, engine="inplace")
+        gradients = [vector(learner.meta_gradient(setup.tasks)[0]) for _ in range(meta_steps)]
+        squares.append(relative_error(torch.stack(gradients).mean(0), truth) ** 2)
+    assert math.sqrt(sum(squares) / len(squares)) == pytest.approx(math.sqrt((20 + 1) / meta_steps), rel=0.2)

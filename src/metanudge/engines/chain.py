@@ -10,6 +10,7 @@ derivatives only; second-order estimators take the general path.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
-from metanudge.engines.trunk import Block, BlockWeights, Trunk, match, rows_at_once, trunk_for
+from metanudge.engines.compiled import triton_works
+from metanudge.engines.trunk import Block, BlockPlaces, BlockWeights, Trunk, match, order_for, rows_at_once, trunk_for
 from metanudge.engines.trunk.match import halves
 from metanudge.params import Params
 from metanudge.problem import Objective, Problem
@@ -144,6 +146,8 @@ class Chain:
         self._steps = steps
         self._names = {id(p): name for name, p in problem.parameters.items()}
         self._trunk = match([layer for layer, _ in steps])
+        self._device = problem.device
+        self._uses = Counter(id(p) for layer, _ in steps for p in layer.parameters(recurse=False))
 
     @classmethod
     def of(cls, problem: Problem) -> Chain | None:
@@ -153,6 +157,16 @@ class Chain:
             return None
         steps: list[tuple[nn.Module, Step]] = []
         return cls(problem, steps) if _collect(model, steps) else None
+
+    @property
+    def orders(self) -> dict[str, tuple[int, ...]]:
+        """In which order the axes of some parameters best lie in memory."""
+        found: dict[str, tuple[int, ...]] = {}
+        for block in self._trunk.blocks if self._trunk is not None else ():
+            name, order = self._names.get(id(block.conv.weight)), order_for(self._device, block)
+            if name is not None and order is not None:
+                found[name] = order
+        return found
 
     def runs_trunk(self, inputs: Tensor) -> bool:
         """Whether layers at the beginning run as one operation on inputs `(tasks, examples, ...)`."""
@@ -181,8 +195,38 @@ class Chain:
             x = layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
         return x, trunk_for(x.device, x.dtype, self._trunk.blocks) if self._trunk.fits(x) else None
 
-    def outputs(self, data: Data, phi: Params) -> Tensor:
-        """The model's outputs `(rows, examples, ...)` for parameters with a row axis; rows are nudges × tasks, nudge by nudge."""
+    def outputs(self, data: Data, phi: Params, into: Params | None = None) -> Tensor:
+        """The model's outputs `(rows, examples, ...)` for parameters with a row axis; rows are nudges × tasks, nudge by nudge.
+
+        Gradients by some of the parameters may be written to `into` as they are made, and are then the same memory.
+        """
+        return self._run(data, phi, into, self._steps).unfold()
+
+    def losses(self, data: Data, targets: Tensor, phi: Params, objective: Objective, into: Params | None = None) -> Tensor:
+        """Losses `(rows,)`; targets have a row axis, `into` is as for `outputs`."""
+        last = self._steps[-1][0]
+        if not self._has_head(last, objective) or targets.ndim != 2 or targets.dtype != torch.long:
+            return losses_of_rows(objective)(self.outputs(data, phi, into), targets)
+        from metanudge.engines.head import cross_entropy
+
+        weight, bias = self._weights(phi)(last, "weight"), self._weights(phi)(last, "bias")
+        assert weight is not None
+        place = self._places(into)
+        x = self._run(data, phi, into, self._steps[:-1]).unfold().float()
+        return cross_entropy(x, weight, bias, targets, (place(last, "weight"), place(last, "bias")))
+
+    def _has_head(self, last: nn.Module, objective: Objective) -> bool:
+        """Whether the model ends in what `head` does on a CUDA device."""
+        if not isinstance(last, nn.Linear) or objective.loss is not F.cross_entropy or last.weight.dtype != torch.float32:
+            return False
+        if self._device.type != "cuda" or not triton_works():
+            return False
+        from metanudge.engines.head import MOST_CLASSES
+
+        return last.out_features <= MOST_CLASSES
+
+    def _weights(self, phi: Params) -> Weights:
+        """What finds the parameters of a layer, with a row axis."""
         rows = next(iter(phi.values())).shape[0]
 
         def weights(layer: nn.Module, name: str) -> Tensor | None:
@@ -192,23 +236,44 @@ class Chain:
             known = self._names.get(id(parameter))
             return phi[known] if known is not None else parameter.detach().expand(rows, *parameter.shape)
 
-        steps = self._steps
+        return weights
+
+    def _places(self, into: Params | None) -> Weights:
+        """What finds the places for gradients by the parameters of a layer."""
+
+        def place(layer: nn.Module, name: str) -> Tensor | None:
+            parameter = getattr(layer, name)
+            once = parameter is not None and self._uses[id(parameter)] == 1  # else what autograd sums up would be one memory
+            known = self._names.get(id(parameter)) if once else None
+            return None if known is None or into is None else into[known]
+
+        return place
+
+    def _run(self, data: Data, phi: Params, into: Params | None, steps: list[tuple[nn.Module, Step]]) -> Signal:
+        weights, rows = self._weights(phi), next(iter(phi.values())).shape[0]
         if data.trunk is None:
             times = rows // data.inputs.shape[0]
             x = Signal(data.inputs.repeat(times, *[1] * (data.inputs.ndim - 1)) if times > 1 else data.inputs, rows, False)
         else:
             assert self._trunk is not None
-            x = Signal(data.trunk.outputs(data.prepared, [_block_weights(block, weights) for block in self._trunk.blocks]), rows, False)
+            blocks, place = self._trunk.blocks, self._places(into)
+            places = [BlockPlaces(*_of_block(block, place)) for block in blocks]
+            outputs = data.trunk.outputs(data.prepared, [_block_weights(block, weights) for block in blocks], places)
+            x = Signal(outputs, rows, False)
             steps = steps[self._trunk.layers :]
         for layer, step in steps:
             x = step(layer, x, weights)
-        return x.unfold()
+        return x
+
+
+def _of_block(block: Block, get: Weights) -> tuple[Tensor | None, ...]:
+    return get(block.conv, "weight"), get(block.conv, "bias"), get(block.norm, "weight"), get(block.norm, "bias")
 
 
 def _block_weights(block: Block, weights: Weights) -> BlockWeights:
-    weight = weights(block.conv, "weight")
+    weight, *others = _of_block(block, weights)
     assert weight is not None
-    return BlockWeights(weight, weights(block.conv, "bias"), weights(block.norm, "weight"), weights(block.norm, "bias"))
+    return BlockWeights(weight, *others)
 
 
 def losses_of_rows(objective: Objective) -> Callable[[Tensor, Tensor], Tensor]:

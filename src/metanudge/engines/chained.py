@@ -5,15 +5,14 @@ First derivatives run here; second-order estimators take the general path that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from metanudge.engines.chain import Chain, Data, losses_of_rows
+from metanudge.engines.chain import Chain, Data
 from metanudge.engines.compiled import triton_works
 from metanudge.engines.inner import Cost, Measured, NudgedOracle
 from metanudge.engines.randomness import Draws
@@ -32,18 +31,19 @@ class ChainedInner(StackedInner):
         chain = Chain.of(problem)
         assert chain is not None
         self._chain = chain
-        self._shapes = {n: leaf.shape for n, leaf in self._theta.items()}
         self._first: dict[tuple[str, int | None], tuple[Tensor, Tensor]] = {}
         self._prepared: dict[str, tuple[Tensor, list[Data]]] = {}
 
     @cached_property
-    def _flat_theta(self) -> Tensor:
-        return torch.cat([leaf.flatten() for leaf in self._theta.values()])
+    def _flat_theta(self) -> Flat:
+        """θ as one row, laid out as the kernels want it; so is everything else here."""
+        return Flat.of(self._theta, self._chain.orders)
 
     def zeros(self, rows: int) -> Params:
         """Zero displacements, in one matrix."""
         dtype = next(iter(self.problem.theta_dtypes.values()))
-        return Flat(torch.zeros(rows, self._flat_theta.numel(), dtype=dtype, device=self.problem.device), self._shapes)
+        theta = self._flat_theta
+        return theta.like(torch.zeros(rows, theta.matrix.numel(), dtype=dtype, device=self.problem.device))
 
     def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
         """Where kernels for it exist, oracles that descend in one pass over memory."""
@@ -67,7 +67,7 @@ class ChainedInner(StackedInner):
         if offsets is not None:
             query = (known.repeat(rows // self.tasks, *[1] * (known.ndim - 1)) for known in self._at_theta("query", None))
             losses, g = (torch.addcmul(a, b, offsets.view(-1, *[1] * (b.ndim - 1))) for a, b in zip((losses, g), query, strict=True))
-        return losses, Flat(g, self._shapes)
+        return losses, self._flat_theta.like(g)
 
     def _at_theta(self, which: str, batch_size: int | None) -> tuple[Tensor, Tensor]:
         """Losses and gradients of the tasks at θ in the first inner step."""
@@ -91,43 +91,41 @@ class ChainedInner(StackedInner):
         d = self.zeros(self.tasks) if d is None else d
         judge = vmap(self.problem.objective.judge, randomness="same")
         with torch.no_grad():
-            phi = self._moved(d)
-            values = [
-                self._losses({n: p[rows] for n, p in phi.items()}, data, targets, 0, "query", judge)
-                for rows, data, targets in self._portions(self._stack.query, "query", num_rows(d))
-            ]
+            phi, values = self._moved(d), []
+            for rows, data, targets in self._portions(self._stack.query, "query", num_rows(d)):
+                outputs = self._seeded(partial(self._chain.outputs, data, {n: p[rows] for n, p in phi.items()}), 0, "query")
+                values.append(self._explained(partial(judge, outputs, targets)))
         return Measured(*(torch.cat(column) for column in zip(*values, strict=True)))
 
     def _gradient(self, d: Params, parts: list[tuple[Batch, str, Tensor | None]], step: int) -> tuple[Tensor, Flat]:
         """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of their sum has every row's."""
-        phi, judge = self._moved(d), losses_of_rows(self.problem.objective)
+        phi, theta, objective = self._moved(d), self._flat_theta, self.problem.objective
         total: Tensor | None = None
         gradient: Tensor | None = None
         for batch, which, weight in parts:
-            losses, pieces = [], []
+            losses, found = [], theta.like(theta.matrix.new_empty(num_rows(d), theta.matrix.numel()))
             for rows, data, targets in self._portions(batch, which, num_rows(d)):
-                leaves = [leaf[rows].detach().requires_grad_() for leaf in phi.values()]
-                value = self._losses(dict(zip(phi, leaves, strict=True)), data, targets, step, which, judge)
+                leaves = {n: leaf[rows].detach().requires_grad_() for n, leaf in phi.items()}
+                into = {n: leaf[rows] for n, leaf in found.items()}
+                value = self._seeded(partial(self._chain.losses, data, targets, leaves, objective, into), step, which)
                 value = value if weight is None else value * weight[rows]
-                g = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
+                _collect(torch.autograd.grad(value.sum(), list(leaves.values()), materialize_grads=True), into)
                 losses.append(value.detach())
-                pieces.append(torch.cat([piece.flatten(1) for piece in g], dim=1))
             value = torch.cat(losses) if len(losses) > 1 else losses[0]
-            matrix = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
             total = value if total is None else total + value
-            gradient = matrix if gradient is None else gradient.add_(matrix)
+            gradient = found.matrix if gradient is None else gradient.add_(found.matrix)
         assert total is not None
         assert gradient is not None
-        return total, Flat(gradient.to(next(iter(d.values())).dtype), self._shapes)
+        return total, theta.like(gradient.to(next(iter(d.values())).dtype))
 
-    def _losses(self, phi: Params, data: Data, targets: Tensor, step: int, which: str, judge: Callable[..., Any]) -> Any:
-        """What `judge` makes of the outputs of some rows at φ."""
+    def _seeded(self, run: Callable[[], Tensor], step: int, which: str) -> Tensor:
+        """What `run` makes with the random numbers of a step."""
 
-        def run() -> Any:
+        def seeded() -> Tensor:
             self._draws.seed_for(step, which)
-            return judge(self._chain.outputs(data, phi), targets)
+            return run()
 
-        return self._explained(run)
+        return self._explained(seeded)
 
     def _portions(self, batch: Batch, which: str, rows: int) -> Iterator[tuple[slice, Data, Tensor]]:
         """The rows that the chain takes at once, with their tasks' data and targets."""
@@ -151,7 +149,8 @@ class ChainedInner(StackedInner):
     def _moved(self, d: Params) -> Params:
         """φ = θ + d."""
         if isinstance(d, Flat):
-            return d.like((self._flat_theta + d.matrix).to(self._flat_theta.dtype))
+            theta = self._flat_theta.matrix
+            return d.like((theta + d.matrix).to(theta.dtype))
         return {n: (self._theta[n] + leaf).to(self._theta[n].dtype) for n, leaf in d.items()}
 
 
@@ -172,6 +171,13 @@ class FusedOracle(NudgedOracle):
         for name, leaf in d.items():
             leaf.add_(g[name], alpha=-lr)
         return loss, norm(g)
+
+
+def _collect(gradients: Sequence[Tensor], into: Params) -> None:
+    """Copy gradients to where they belong, unless they are there."""
+    pairs = [(place, g) for place, g in zip(into.values(), gradients, strict=True) if place.data_ptr() != g.data_ptr()]
+    if pairs:
+        torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
 
 
 def _fuses(problem: Problem) -> bool:

@@ -16,7 +16,7 @@ from metanudge.params import Flat, Params
 from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import LinearSolver, Solution, Solver
-from metanudge.task import TaskBatch, signature
+from metanudge.task import TaskBatch
 
 
 class Estimator(Protocol):
@@ -115,14 +115,16 @@ class _Check:
 class MetaGradient:
     """A meta-gradient being summed up over groups of tasks, with what is known about the solves."""
 
-    def __init__(self, problem: Problem, num_tasks: int, *, metrics: bool) -> None:
+    def __init__(self, problem: Problem, num_tasks: int, *, metrics: bool, seed: int = 0) -> None:
         self.gradient = problem.zero_gradient()
         self.num_tasks = num_tasks
         self.metrics = metrics
+        self.seed = seed
         self.nu: float | None = None
         self._sums: dict[str, Tensor] = {}
         self._checks: list[_Check] = []
         self._sealed: Tensor
+        self._flat: Tensor | None = None
 
     def add(self, rows: Params, weights: float | list[float], scale: Mapping[str, Tensor] | None = None) -> None:
         """gradient += scale ⊙ Σ_r w_r rows_r / num_tasks; one weight for all rows or one per nudge (rows are nudge by nudge)."""
@@ -164,15 +166,19 @@ class MetaGradient:
                 self._mean("query_loss" + suffix, measured.loss, weight)
                 self._mean("query_accuracy" + suffix, measured.accuracy, weight)
 
-    def seal(self) -> None:
-        """Nothing more will be added: have the device put together what `finish` wants to know."""
-        self._sums["gradient_norm"] = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self.gradient.values())))).double()
+    def seal(self, *, flat: bool = False) -> None:
+        """Nothing more will be added: have the device put together what `finish` wants to know, with `flat` also what `copy` does."""
+        if flat:
+            self._flat = torch.cat([g.flatten() for g in self.gradient.values()])
+        norms = torch._foreach_norm(list(self.gradient.values())) if self._flat is None else [torch.linalg.vector_norm(self._flat)]
+        self._sums["gradient_norm"] = torch.linalg.vector_norm(torch.stack(norms)).double()
         fine = [torch.isfinite(check.values).all().double() for check in self._checks]
         self._sealed = torch.stack([*fine, *self._sums.values()])
 
     def copy(self) -> Params:
         """The gradient, out of reach of the next replay of a recording."""
-        pieces = torch.cat([g.flatten() for g in self.gradient.values()]).split([g.numel() for g in self.gradient.values()])
+        assert self._flat is not None
+        pieces = self._flat.clone().split([g.numel() for g in self.gradient.values()])
         return {n: piece.view(g.shape).to(g.dtype) for (n, g), piece in zip(self.gradient.items(), pieces, strict=True)}
 
     def finish(self, cost: Cost, engine: str) -> Stats:
@@ -287,18 +293,19 @@ def meta_gradient(
     def compute(tasks: TaskBatch) -> tuple[MetaGradient, Cost]:
         nonlocal cost
         cost = Cost()
-        total = MetaGradient(problem, len(tasks), metrics=metrics)
+        total = MetaGradient(problem, len(tasks), metrics=metrics, seed=seed)
         with engine.session(problem, tasks, width=estimator.width, seed=seed, cost=cost, first=first) as groups:
             for inner in groups:
                 estimator.accumulate(inner, solver, total)
-        total.seal()
+        total.seal(flat=recorded)
         return total, cost
 
-    if captures is not None and _repeats_itself(problem, solver, estimator, engine):
+    recorded = captures is not None and _repeats_itself(problem, solver, estimator, engine)
+    if captures is not None and recorded:
         key = (_addresses(problem), _shapes(tasks), solver, estimator, engine, metrics, first, _precision(problem.device))
         total, cost = captures.run(key, tasks, compute, drew=lambda: cost.drew)
-        stats = total.finish(cost, engine.name)
-        return total.copy(), stats
+        gradient = total.copy()  # asked for before `finish` waits for the device
+        return gradient, total.finish(cost, engine.name)
     total, cost = compute(tasks)
     return total.gradient, total.finish(cost, engine.name)
 
@@ -318,7 +325,7 @@ def _addresses(problem: Problem) -> Hashable:
 
 
 def _shapes(tasks: TaskBatch) -> Hashable:
-    return tuple((stack.places, signature(stack.support), signature(stack.query)) for stack in tasks.stacks)
+    return tuple((stack.places, stack.signature) for stack in tasks.stacks)
 
 
 def _precision(device: torch.device) -> Hashable:

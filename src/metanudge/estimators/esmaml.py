@@ -21,7 +21,7 @@ class ESMAML:
     Args:
         sigma: σ, size of the perturbations.
         samples: n; the error falls as n^-1/2 and grows with the square root of the number of parameters.
-        seed: of the perturbations; each task of a batch gets its own.
+        seed: of the perturbations; each task of a batch gets its own, and other ones in every meta-step.
 
     Cost per task: 2n solves; no gradient of the query loss at all.
     """
@@ -54,7 +54,7 @@ class ESMAML:
             total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
         share = 1 / (2 * self.samples)
         for sample in range(self.samples):
-            noise = self._noise(inner, sample)
+            noise = self._noise(inner, total.seed, sample)
             for signs in inner.parts((1.0, -1.0)):
                 shift = {n: torch.cat([sign * self.sigma * leaf for sign in signs]) for n, leaf in noise.items()}
                 solution = inner.solve(solver, offsets=[0.0] * len(signs), shift=shift)
@@ -66,11 +66,11 @@ class ESMAML:
                     weighted = {n: leaf * losses.view(-1, *[1] * (leaf.ndim - 1)).to(leaf.dtype) for n, leaf in noise.items()}
                     total.add(weighted, sign / (2 * self.sigma * self.samples))
 
-    def _noise(self, inner: Inner, sample: int) -> Params:
-        """ε_s of every task, the same on every engine and for every chunk."""
+    def _noise(self, inner: Inner, meta_step: int, sample: int) -> Params:
+        """ε_s of every task, the same on every engine and for every chunk, from its own seed and that of the meta-step."""
         rows = []
         for place in inner.places:
-            generator = torch.Generator().manual_seed(mix(self.seed, place, sample, 3))
+            generator = torch.Generator().manual_seed(mix(self.seed, meta_step, place, sample, 3))
             rows.append({n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in inner.problem.parameters.items()})
         dtypes = inner.problem.theta_dtypes
         return {n: torch.stack([row[n] for row in rows]).to(inner.problem.device, dtypes[n]) for n in dtypes}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import MetaGradient
-from metanudge.params import Params, norm
+from metanudge.params import Flat, Params, norm
 from metanudge.proximal import Diagonal, Matrix
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
@@ -75,6 +75,8 @@ def centre_shift(inner: Inner, force: Params) -> Params:
     """How far a constant force moves the centre of the proximal term: λ⁻¹ times the force, or A⁻¹ for an operator A."""
     proximal = inner.problem.proximal
     if isinstance(proximal, Diagonal):
+        if isinstance(force, Flat) and proximal.common is not None:
+            return force.like(force.matrix / proximal.common)
         return {n: leaf / proximal.lam[n] for n, leaf in force.items()}
     assert isinstance(proximal, Matrix)
     size = sum(leaf[0].numel() for leaf in force.values())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metanudge.engines.compiled import triton_works
 from metanudge.engines.trunk.cpu import CPUTrunk
-from metanudge.engines.trunk.interface import BlockWeights, Trunk
+from metanudge.engines.trunk.interface import BlockPlaces, BlockWeights, Trunk
 from metanudge.engines.trunk.match import Block, Match, match
 
 
@@ -32,9 +32,18 @@ def trunk_for(device: torch.device, dtype: torch.dtype, blocks: Sequence[Block])
     return None
 
 
+def order_for(device: torch.device, block: Block) -> tuple[int, ...] | None:
+    """The order in memory of a block's weights that suits what runs it, the slowest axis first; None for their own."""
+    if device.type != "cuda" or not triton_works():
+        return None
+    from metanudge.engines.trunk.cuda import CUDATrunk
+
+    return CUDATrunk.order(block)
+
+
 def rows_at_once(trunk: Trunk, inputs: Tensor) -> int | None:
     """For how many rows on inputs `(tasks, examples, channels, *spatial)` activations should be held at once; None for all."""
     return trunk.rows_at_once(inputs) if isinstance(trunk, CPUTrunk) else None
 
 
-__all__ = ["Block", "BlockWeights", "Match", "Trunk", "match", "rows_at_once", "trunk_for"]
+__all__ = ["Block", "BlockPlaces", "BlockWeights", "Match", "Trunk", "match", "order_for", "rows_at_once", "trunk_for"]

@@ -15,7 +15,7 @@ from metanudge.engines.trunk import block as later_block
 from metanudge.engines.trunk import patches as first_block
 from metanudge.engines.trunk.block import LaterBlock
 from metanudge.engines.trunk.convolution import Columns, Convolution, Native
-from metanudge.engines.trunk.interface import BlockWeights
+from metanudge.engines.trunk.interface import BlockPlaces, BlockWeights
 from metanudge.engines.trunk.match import Block
 from metanudge.engines.trunk.patches import FirstBlock, Patches
 
@@ -72,8 +72,8 @@ class CPUTrunk:
             spatial = list(block.pooled(spatial))
         return Prepared(patches, first, later)
 
-    def outputs(self, prepared: Prepared, weights: Sequence[BlockWeights]) -> Tensor:
-        """Outputs `(rows, examples, channels, *spatial)`."""
+    def outputs(self, prepared: Prepared, weights: Sequence[BlockWeights], into: Sequence[BlockPlaces] | None = None) -> Tensor:
+        """Outputs `(rows, examples, channels, *spatial)`; gradients come as they are made."""
         out: Tensor = _Blocks.apply(prepared, *(leaf for block in weights for leaf in block))
         return out.movedim(-1, 2)
 

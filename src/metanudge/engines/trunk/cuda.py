@@ -6,6 +6,7 @@ data, its outputs are cheap to make again), every other full-size activation is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import triton
 from torch import Tensor
 
 from metanudge.engines.trunk import kernels
-from metanudge.engines.trunk.interface import BlockWeights
+from metanudge.engines.trunk.interface import BlockPlaces, BlockWeights
 from metanudge.engines.trunk.match import Block
 
 _LARGEST_PATCH = 31  # numbers in a first layer's patch: with a 1 after it, two tensor-core tiles
@@ -87,7 +88,6 @@ class CUDATrunk:
         self._between = torch.bfloat16 if precision == "bf16" else torch.float32
         self._first_precision = "tf32x3" if precision == "full" else "tf32"
         self._scaled = precision == "tf32"
-        self._zeros: dict[tuple[int, ...], Tensor] = {}
 
     def prepare(self, inputs: Tensor) -> _Prepared:
         """Channels last, and the moments of the first layer's patches."""
@@ -100,9 +100,16 @@ class CUDATrunk:
             return _Prepared(images.to(self._factors), None, None, shapes, spatial)
         return _Prepared(images, *_moments(images, first), shapes, spatial)
 
-    def outputs(self, prepared: _Prepared, weights: Sequence[BlockWeights]) -> Tensor:
+    @staticmethod
+    def order(block: Block) -> tuple[int, ...] | None:
+        """How this block's weights best lie in memory: a matrix for every place in the kernel, except in a small first layer."""
+        if block.conv.in_channels * math.prod(block.kernel) <= _LARGEST_PATCH:
+            return None
+        return (*range(2, 2 + len(block.kernel)), 0, 1)
+
+    def outputs(self, prepared: _Prepared, weights: Sequence[BlockWeights], into: Sequence[BlockPlaces] | None = None) -> Tensor:
         """Outputs `(rows, examples, channels, *spatial)`."""
-        y: Tensor = _Run.apply(self, prepared, *(leaf for block in weights for leaf in block))
+        y: Tensor = _Run.apply(self, prepared, into, *(leaf for block in weights for leaf in block))
         y = y.permute(0, 1, 4, 2, 3)
         return y if prepared.spatial == 2 else y.squeeze(-2)
 
@@ -121,21 +128,26 @@ class CUDATrunk:
         return x, kept, pick
 
     def backward(
-        self, prepared: _Prepared, weights: list[BlockWeights], kept: list[_Kept], pick: Tensor | None, dy: Tensor
+        self,
+        prepared: _Prepared,
+        weights: list[BlockWeights],
+        into: Sequence[BlockPlaces] | None,
+        kept: list[_Kept],
+        pick: Tensor | None,
+        dy: Tensor,
     ) -> list[Tensor | None]:
         """Gradients of all weights in the order of the blocks."""
-        gradients: list[tuple[Tensor | None, ...]] = []
+        gradients = [_Gradients.of(block, None if into is None else into[n]) for n, block in enumerate(weights)]
         offset = len(weights) - len(kept)
         for n in reversed(range(len(kept))):
             shape, block, memory = prepared.shapes[n + offset], weights[n + offset], kept.pop()
-            dx, found = self._later_backward(shape, block, memory, dy, inputs=n + offset > 0)
-            gradients.append(found)
+            dx = self._later_backward(shape, block, gradients[n + offset], memory, dy, inputs=n + offset > 0)
             del memory
             if dx is not None:
                 dy = dx
         if pick is not None:
-            gradients.append(self._first_backward(prepared, weights[0], pick, dy))
-        return [leaf for found in reversed(gradients) for leaf in found]
+            self._first_backward(prepared, weights[0], gradients[0], pick, dy)
+        return [leaf for block, found in zip(weights, gradients, strict=True) for leaf in found.wanted(block)]
 
     def _first(self, prepared: _Prepared, shape: _Shape, block: BlockWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         weight, gamma, beta = _affine(block)
@@ -151,40 +163,41 @@ class CUDATrunk:
         pick = weight.new_empty(out.shape, dtype=torch.uint8)
         tiles, share = _shares(shape.entries, 64, rows * columns)
         kernels.first_forward[(tiles, rows, columns)](
-            prepared.images, weight, coefficients, out, pick, len(prepared.images), weight.stride(0), shape.entries,
-            *shape.before, *shape.pooled, share,
-            CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
-            PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision, BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width,
-            num_warps=4,
+            prepared.images, weight, coefficients, out, pick, len(prepared.images), weight.stride(0), shape.entries, share,
+            *shape.before, *shape.pooled, CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1],
+            PAD_H=shape.padding[0], PAD_W=shape.padding[1], PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision,
+            BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width, num_warps=4,
         )  # fmt: skip
         return out, pick
 
-    def _first_backward(self, prepared: _Prepared, block: BlockWeights, pick: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def _first_backward(self, prepared: _Prepared, block: BlockWeights, found: _Gradients, pick: Tensor, dy: Tensor) -> None:
         shape = prepared.shapes[0]
         weight, gamma, beta = _affine(block)
-        rows, tasks, width, places = weight.shape[0], len(prepared.images), _width(shape.co), shape.pool[0] * shape.pool[1]
+        rows, tasks, width = weight.shape[0], len(prepared.images), _width(shape.co)
         columns = triton.cdiv(shape.co, width)
         tiles, share = _shares(shape.entries, 64, rows * columns, programs=2 * _ENOUGH_PROGRAMS)
-        sums = weight.new_empty((rows, tiles, places, _window(shape), shape.co))
+        sums = weight.new_empty((rows, tiles, _features(shape), shape.co))
         ones = weight.new_empty((rows, tiles, shape.co))
         kernels.first_sums_backward[(tiles, rows, columns)](
-            prepared.images, pick, dy, sums, ones, tasks, shape.entries, *shape.before, *shape.pooled, tiles, share,
-            CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
-            PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision,
-            BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width, num_warps=4,
+            prepared.images, pick, dy, sums, ones, tasks, shape.entries, tiles, share,
+            *shape.before, *shape.pooled, CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1],
+            PAD_H=shape.padding[0], PAD_W=shape.padding[1], PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision,
+            BLOCK_F=_features(shape), BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width, num_warps=4,
         )  # fmt: skip
-        dweight = weight.new_empty(weight.shape)
-        dgamma, dbeta = weight.new_empty((rows, shape.co)), weight.new_empty((rows, shape.co))
+        dense = found.weight[0].is_contiguous()
+        dweight = found.weight if dense else torch.empty_like(found.weight, memory_format=torch.contiguous_format)
         kernels.first_backward[(rows, columns)](
-            sums, ones, weight, gamma, beta, prepared.means, prepared.covariance, dweight, dgamma, dbeta,
-            tasks, tiles, weight.stride(0), gamma.stride(0), beta.stride(0), shape.eps,
-            CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PH=shape.pool[0], PW=shape.pool[1],
-            BLOCK_F=_features(shape), BLOCK_Q=_window(shape), BLOCK_N=width, num_warps=4,
+            sums, ones, weight, gamma, beta, prepared.means, prepared.covariance, dweight, found.gamma, found.beta, found.bias,
+            tasks, tiles, weight.stride(0), gamma.stride(0), beta.stride(0),
+            dweight.stride(0), found.gamma.stride(0), found.beta.stride(0), found.bias.stride(0), shape.eps,
+            CO=shape.co, FEATURES=shape.ci * shape.taps, BIAS=block.bias is not None,
+            BLOCK_F=_features(shape), BLOCK_N=width, num_warps=4,
         )  # fmt: skip
-        return self._found(block, dweight, dgamma, dbeta)
+        if not dense:
+            found.weight.copy_(dweight)
 
     def _later(self, shape: _Shape, x: Tensor, block: BlockWeights, dtype: torch.dtype) -> tuple[Tensor, _Kept]:
-        weight, gamma, beta = _affine(block)
+        weight, (gamma, beta) = block.weight, _scale_and_shift(block)
         rows, width = weight.shape[0], _width(shape.co)
         columns = triton.cdiv(shape.co, width)
         packed = self._packed(shape, weight)
@@ -207,8 +220,8 @@ class CUDATrunk:
         return out, _Kept(x, packed, z, coefficients, pick)
 
     def _later_backward(
-        self, shape: _Shape, block: BlockWeights, kept: _Kept, dy: Tensor, *, inputs: bool
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        self, shape: _Shape, block: BlockWeights, found: _Gradients, kept: _Kept, dy: Tensor, *, inputs: bool
+    ) -> Tensor | None:
         weight = block.weight
         rows, width = weight.shape[0], _width(shape.co)
         columns, tiles = triton.cdiv(shape.co, width), triton.cdiv(shape.entries, 64)
@@ -218,49 +231,33 @@ class CUDATrunk:
             kept.z, kept.coefficients, kept.pick, dy, sums, shape.entries, *sizes, tiles,
             CO=shape.co, PH=shape.pool[0], PW=shape.pool[1], BLOCK_P=64, BLOCK_N=width, num_warps=4,
         )  # fmt: skip
-        dgamma = weight.new_empty((rows, shape.co), dtype=torch.float32)
-        dbeta, factor = torch.empty_like(dgamma), weight.new_empty((rows,), dtype=torch.float32)
+        factor = weight.new_empty((rows,), dtype=torch.float32)
         kernels.normalisation_backward[(rows,)](
-            sums,
-            kept.coefficients,
-            dgamma,
-            dbeta,
-            factor,
-            tiles,
-            CO=shape.co,
-            SCALED=self._scaled,
-            BLOCK_T=16,
-            BLOCK_N=width,
-            num_warps=4,
-        )
+            sums, kept.coefficients, found.gamma, found.beta, found.bias, factor,
+            tiles, found.gamma.stride(0), found.beta.stride(0), found.bias.stride(0),
+            CO=shape.co, BIAS=block.bias is not None, SCALED=self._scaled, BLOCK_T=16, BLOCK_N=width, num_warps=4,
+        )  # fmt: skip
         dz = torch.empty_like(kept.z, dtype=self._factors)
         kernels.spread_backward[(triton.cdiv(shape.pixels, 64), rows, columns)](
-            kept.z, kept.coefficients, kept.pick, dy, dgamma, dbeta, factor, dz, shape.pixels, *sizes,
+            kept.z, kept.coefficients, kept.pick, dy, found.gamma, found.beta, factor, dz,
+            found.gamma.stride(0), found.beta.stride(0), shape.pixels, *sizes,
             CO=shape.co, PH=shape.pool[0], PW=shape.pool[1], BLOCK_M=64, BLOCK_N=width, num_warps=4,
         )  # fmt: skip
-        dweight = self._weight_backward(shape, kept.x, dz, factor, weight)
-        dx: Tensor | None = None
-        if inputs:
-            dx = kept.x.new_empty((rows, *kept.x.shape[1:]), dtype=self._between)
-            self._convolve(shape, dz, kept.weight, dx, factor, back=True)
-        return dx, self._found(block, dweight, dgamma, dbeta)
-
-    def _found(self, block: BlockWeights, dweight: Tensor, dgamma: Tensor, dbeta: Tensor) -> tuple[Tensor | None, ...]:
-        """A block's gradients; the convolution's bias cancels in the normalisation."""
-        none: Tensor | None = None
-        if block.bias is not None:
-            shape = tuple(block.bias.shape)
-            none = self._zeros.get(shape)
-            if none is None:
-                none = self._zeros[shape] = block.bias.new_zeros(shape)
-        return dweight, none, None if block.gamma is None else dgamma, None if block.beta is None else dbeta
+        self._weight_backward(shape, kept.x, dz, factor, found.weight)
+        if not inputs:
+            return None
+        dx = kept.x.new_empty((rows, *kept.x.shape[1:]), dtype=self._between)
+        self._convolve(shape, dz, kept.weight, dx, factor, back=True)
+        return dx
 
     def _packed(self, shape: _Shape, weight: Tensor) -> Tensor:
+        weight = _by_taps(weight)
         packed = weight.new_empty((weight.shape[0], shape.taps, shape.co, shape.ci), dtype=self._factors)
         tall, wide = _width(shape.co), _width(shape.ci)
         kernels.pack_weights[(shape.taps * triton.cdiv(shape.co, tall), weight.shape[0], triton.cdiv(shape.ci, wide))](
-            weight, packed, weight.stride(0), CO=shape.co, CI=shape.ci, TAPS=shape.taps, BLOCK_CO=tall, BLOCK_CI=wide, num_warps=4
-        )
+            weight, packed, *weight.stride(),
+            CO=shape.co, CI=shape.ci, TAPS=shape.taps, BLOCK_CO=tall, BLOCK_CI=wide, num_warps=4,
+        )  # fmt: skip
         return packed
 
     def _convolve(self, shape: _Shape, x: Tensor, weight: Tensor, out: Tensor, beside: Tensor, *, back: bool) -> None:
@@ -277,37 +274,63 @@ class CUDATrunk:
             BLOCK_M=tile, BLOCK_N=_width(co), BLOCK_K=_width(ci), num_warps=4, num_stages=3,
         )  # fmt: skip
 
-    def _weight_backward(self, shape: _Shape, x: Tensor, dz: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
-        rows, wide, tall = weight.shape[0], _width(shape.ci), _width(shape.co)
+    def _weight_backward(self, shape: _Shape, x: Tensor, dz: Tensor, factor: Tensor, found: Tensor) -> None:
+        rows, wide, tall = found.shape[0], _width(shape.ci), _width(shape.co)
         blocks = triton.cdiv(shape.ci, wide) * triton.cdiv(shape.co, tall)
         step = 64 if shape.pixels >= 64 else 32
         shares = max(1, min(triton.cdiv(shape.pixels, 4 * step), triton.cdiv(_ENOUGH_PROGRAMS, rows * shape.taps * blocks)))
         share = triton.cdiv(triton.cdiv(shape.pixels, shares), step) * step
         shares = triton.cdiv(shape.pixels, share)
-        out = weight.new_empty((shares, *weight.shape), dtype=torch.float32)
+        target = _by_taps(found)
+        direct = shares == 1 and target.data_ptr() == found.data_ptr()
+        out = target.unsqueeze(0) if direct else found.new_empty((shares, rows, shape.taps, shape.co, shape.ci)).permute(0, 1, 3, 4, 2)
         kernels.weight_backward[(shape.taps * shares, rows, blocks)](
-            x, dz, factor, out, x.shape[0], shape.pixels, *shape.before, *shape.after, share,
+            x, dz, factor, out, x.shape[0], shape.pixels, *shape.before, *shape.after, share, *out.stride(),
             CI=shape.ci, CO=shape.co, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
             PRECISION="tf32x3", BLOCK_CI=wide, BLOCK_CO=tall, BLOCK_K=step, num_warps=4, num_stages=3,
         )  # fmt: skip
-        return out[0] if shares == 1 else out.sum(0)
+        if not direct:
+            found.copy_(out.sum(0).view(found.shape) if shares > 1 else out[0].reshape(found.shape))
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Where a block's gradients go."""
+
+    weight: Tensor
+    bias: Tensor
+    gamma: Tensor
+    beta: Tensor
+
+    @classmethod
+    def of(cls, block: BlockWeights, into: BlockPlaces | None) -> _Gradients:
+        """The given places, and new ones where none is given; the sums for scale and shift are needed anyway."""
+        weight, (bias, gamma, beta) = block.weight.shape, [block.weight.shape[:2]] * 3
+        given = BlockPlaces() if into is None else into
+        pairs = zip((weight, bias, gamma, beta), given, strict=True)
+        return cls(*(block.weight.new_empty(shape) if place is None else place for shape, place in pairs))
+
+    def wanted(self, block: BlockWeights) -> tuple[Tensor | None, ...]:
+        """The gradients of what the block has."""
+        found = (self.weight, self.bias, self.gamma, self.beta)
+        return tuple(None if leaf is None else gradient for leaf, gradient in zip(block, found, strict=True))
 
 
 class _Run(torch.autograd.Function):
     """The trunk in autograd's terms."""
 
     @staticmethod
-    def forward(ctx: Any, trunk: CUDATrunk, prepared: _Prepared, *leaves: Tensor | None) -> Tensor:
+    def forward(ctx: Any, trunk: CUDATrunk, prepared: _Prepared, into: Sequence[BlockPlaces] | None, *leaves: Tensor | None) -> Tensor:
         weights = [BlockWeights(*leaves[n : n + 4]) for n in range(0, len(leaves), 4)]  # type: ignore[arg-type]
         y, ctx.kept, ctx.pick = trunk.forward(prepared, weights)
-        ctx.trunk, ctx.prepared, ctx.weights = trunk, prepared, weights
+        ctx.trunk, ctx.prepared, ctx.weights, ctx.into = trunk, prepared, weights, into
         return y
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
-        found = ctx.trunk.backward(ctx.prepared, ctx.weights, ctx.kept, ctx.pick, outputs[0].contiguous())
-        ctx.pick = ctx.weights = None
-        return (None, None, *found)
+        found = ctx.trunk.backward(ctx.prepared, ctx.weights, ctx.into, ctx.kept, ctx.pick, outputs[0].contiguous())
+        ctx.pick = ctx.weights = ctx.into = None
+        return (None, None, None, *found)
 
 
 def _shapes(blocks: Sequence[Block], examples: int, spatial: tuple[int, int]) -> list[_Shape]:
@@ -326,12 +349,22 @@ def _shapes(blocks: Sequence[Block], examples: int, spatial: tuple[int, int]) ->
 
 
 def _affine(block: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight, scale and shift as the kernels want them: each row dense, rows anywhere."""
+    """Weight, scale and shift as the first layer's kernels want them: each row dense, rows anywhere."""
+    weight = block.weight if block.weight[0].is_contiguous() else block.weight.contiguous()
+    return weight, *_scale_and_shift(block)
+
+
+def _scale_and_shift(block: BlockWeights) -> tuple[Tensor, Tensor]:
     shape = block.weight.shape[:2]
     gamma = block.weight.new_ones(shape) if block.gamma is None else block.gamma
     beta = block.weight.new_zeros(shape) if block.beta is None else block.beta
-    weight, gamma, beta = (leaf if leaf[0].is_contiguous() else leaf.contiguous() for leaf in (block.weight, gamma, beta))
-    return weight, gamma, beta
+    gamma, beta = (leaf if leaf.stride(1) == 1 else leaf.contiguous() for leaf in (gamma, beta))
+    return gamma, beta
+
+
+def _by_taps(weight: Tensor) -> Tensor:
+    """`(rows, co, ci, taps)`: a view wherever the kernel's axes lie one after the other."""
+    return weight.flatten(3)
 
 
 def _moments(images: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
@@ -341,9 +374,9 @@ def _moments(images: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
     centre = images.flatten(1).mean(1)
     parts = images.new_empty((tasks, tiles, block, block))
     kernels.patch_moments[(tiles, tasks)](
-        images, centre, parts, shape.pixels, *shape.before, *shape.after, tiles, share,
+        images, centre, parts, shape.pixels, tiles, share, *shape.before, *shape.after,
         CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
-        BLOCK_F=block, BLOCK_P=64, num_warps=4,
+        BLOCK_F=block, BLOCK_P=64, num_warps=1,
     )  # fmt: skip
     moments = parts.double().sum(1) / shape.pixels
     mean = moments[:, features, :features]

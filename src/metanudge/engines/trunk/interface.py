@@ -17,11 +17,23 @@ class BlockWeights(NamedTuple):
     beta: Tensor | None  # (rows, out_channels)
 
 
+class BlockPlaces(NamedTuple):
+    """Where a block's gradients may be written, one each for the parameters of `BlockWeights`."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+
+
 class Trunk(Protocol):
     """All blocks of a trunk as one operation. First derivatives, and only in the weights."""
 
     def prepare(self, inputs: Tensor) -> Any:
         """What depends on the inputs `(tasks, examples, channels, *spatial)` alone; done once, used for every step and nudge."""
 
-    def outputs(self, prepared: Any, weights: Sequence[BlockWeights]) -> Tensor:
-        """Outputs `(rows, examples, channels, *spatial)`; rows are nudges × tasks, nudge by nudge, on the prepared tasks."""
+    def outputs(self, prepared: Any, weights: Sequence[BlockWeights], into: Sequence[BlockPlaces] | None = None) -> Tensor:
+        """Outputs `(rows, examples, channels, *spatial)`; rows are nudges × tasks, nudge by nudge, on the prepared tasks.
+
+        A trunk may write the weights' gradients to `into`; those that a backward pass returns are then the same memory.
+        """

@@ -12,17 +12,19 @@ import triton.language as tl
 DROPPED = tl.constexpr(255)  # a pooled entry that the ReLU set to zero
 
 
-@triton.jit(do_not_specialize=["weight_stride"])
+@triton.jit(do_not_specialize=["row_stride"])
 def pack_weights(
-    weight, packed, weight_stride, CO: tl.constexpr, CI: tl.constexpr, TAPS: tl.constexpr, BLOCK_CO: tl.constexpr, BLOCK_CI: tl.constexpr
-):
-    """`(rows, co, ci, taps)` as `(rows, taps, co, ci)`."""
+    weight, packed, row_stride, co_stride, ci_stride, tap_stride,
+    CO: tl.constexpr, CI: tl.constexpr, TAPS: tl.constexpr, BLOCK_CO: tl.constexpr, BLOCK_CI: tl.constexpr,
+):  # fmt: skip
+    """Weights that lie in any order as `(rows, taps, co, ci)`."""
     tap = tl.program_id(0) % TAPS
     row = tl.program_id(1).to(tl.int64)
     co = tl.program_id(0) // TAPS * BLOCK_CO + tl.arange(0, BLOCK_CO)
     ci = tl.program_id(2) * BLOCK_CI + tl.arange(0, BLOCK_CI)
     known = (co < CO)[:, None] & (ci < CI)[None, :]
-    value = tl.load(weight + row * weight_stride + (co[:, None] * CI + ci[None, :]) * TAPS + tap, mask=known, other=0.0)
+    source = weight + row * row_stride + tap * tap_stride + co[:, None] * co_stride + ci[None, :] * ci_stride
+    value = tl.load(source, mask=known, other=0.0)
     tl.store(packed + (row * TAPS + tap) * (CO * CI) + co[:, None] * CI + ci[None, :], value.to(packed.dtype.element_ty), mask=known)
 
 
@@ -176,11 +178,12 @@ def sums_backward(
     tl.store(sums + 2 * CO + co, tl.max(tl.abs(g), 0), mask=co < CO)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "gamma_stride", "beta_stride", "bias_stride"])
 def normalisation_backward(
-    sums, coefficients, dgamma, dbeta, factor, tiles, CO: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """The tiles' sums to the gradients of scale and shift, `(rows, CO)` each, and a factor for each row.
+    sums, coefficients, dgamma, dbeta, dbias, factor, tiles, gamma_stride, beta_stride, bias_stride,
+    CO: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The tiles' sums to the gradients of scale and shift, and a factor for each row; a bias before the normalisation has none.
 
     With `SCALED` the factor is the power of two that brings the row's largest gradient to about 2⁹: in float16 it then has the precision
     of TF32.
@@ -202,8 +205,10 @@ def normalisation_backward(
             third = tl.maximum(third, tl.max(tl.load(at + 2 * CO, mask=there, other=0.0), 0))
         scale = tl.load(coefficients + (row * 4 + 2) * CO + co, mask=co < CO, other=0.0)
         largest = tl.maximum(largest, tl.max(third * tl.abs(scale), 0))
-        tl.store(dbeta + row * CO + co, first, mask=co < CO)
-        tl.store(dgamma + row * CO + co, second, mask=co < CO)
+        tl.store(dbeta + row * beta_stride + co, first, mask=co < CO)
+        tl.store(dgamma + row * gamma_stride + co, second, mask=co < CO)
+        if BIAS:
+            tl.store(dbias + row * bias_stride + co, tl.zeros((BLOCK_N,), dtype=tl.float32), mask=co < CO)
     if SCALED:
         exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
         exponent = tl.minimum(tl.maximum(263 - exponent, 27), 227)
@@ -212,9 +217,9 @@ def normalisation_backward(
         tl.store(factor + row, 1.0)
 
 
-@triton.jit(do_not_specialize=["pixels", "height", "width", "out_height", "out_width"])
+@triton.jit(do_not_specialize=["gamma_stride", "beta_stride", "pixels", "height", "width", "out_height", "out_width"])
 def spread_backward(
-    z, coefficients, pick, dy, dgamma, dbeta, factor, dz, pixels, height, width, out_height, out_width,
+    z, coefficients, pick, dy, dgamma, dbeta, factor, dz, gamma_stride, beta_stride, pixels, height, width, out_height, out_width,
     CO: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The gradient before the normalisation, times the row's factor: dy at the chosen entries, less what mean and deviation take back."""
@@ -237,21 +242,22 @@ def spread_backward(
     mean = tl.load(coefficients + co, mask=co < CO, other=0.0)[None, :]
     inverse = tl.load(coefficients + CO + co, mask=co < CO, other=0.0)[None, :]
     scale = tl.load(coefficients + 2 * CO + co, mask=co < CO, other=0.0)[None, :]
-    first = tl.load(dbeta + row * CO + co, mask=co < CO, other=0.0)[None, :] / pixels
-    second = tl.load(dgamma + row * CO + co, mask=co < CO, other=0.0)[None, :] / pixels
+    first = tl.load(dbeta + row * beta_stride + co, mask=co < CO, other=0.0)[None, :] / pixels
+    second = tl.load(dgamma + row * gamma_stride + co, mask=co < CO, other=0.0)[None, :] / pixels
     at = row * pixels * CO + m[:, None] * CO + co[None, :]
     x = (tl.load(z + at, mask=kept, other=0.0).to(tl.float32) - mean) * inverse
     value = scale * (g - first - x * second) * tl.load(factor + row)
     tl.store(dz + at, value.to(dz.dtype.element_ty), mask=kept)
 
 
-@triton.jit(do_not_specialize=["x_rows", "pixels", "height", "width", "out_height", "out_width", "share"])
+@triton.jit(do_not_specialize=["x_rows", "pixels", "height", "width", "out_height", "out_width", "share", "share_stride", "row_stride"])
 def weight_backward(
     x, dz, factor, out, x_rows, pixels, height, width, out_height, out_width, share,
+    share_stride, row_stride, co_stride, ci_stride, tap_stride,
     CI: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_CI: tl.constexpr, BLOCK_CO: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the weights, `(shares, rows, CO, CI, taps)`: each program sums over one share of the pixels for one tap."""
+    """Gradient of the weights for every share of the pixels, laid out as the strides say; each program takes one share and one tap."""
     tap = tl.program_id(0) % (KH * KW)
     part = tl.program_id(0) // (KH * KW)
     row = tl.program_id(1).to(tl.int64)
@@ -273,10 +279,8 @@ def weight_backward(
         a = tl.load(x + source[None, :] * CI + ci[:, None], mask=ok[None, :] & (ci < CI)[:, None], other=0.0)
         b = tl.load(dz + m[:, None] * CO + co[None, :], mask=inside[:, None] & (co < CO)[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    rows = tl.num_programs(1)
-    out += (part * rows + row) * (CO * CI * KH * KW)
-    place = co[None, :] * (CI * KH * KW) + ci[:, None] * (KH * KW) + tap
-    tl.store(out + place, total / tl.load(factor + row), mask=(ci < CI)[:, None] & (co < CO)[None, :])
+    place = out + part * share_stride + row * row_stride + tap * tap_stride + co[None, :] * co_stride + ci[:, None] * ci_stride
+    tl.store(place, total / tl.load(factor + row), mask=(ci < CI)[:, None] & (co < CO)[None, :])
 
 
 @triton.jit
@@ -293,9 +297,10 @@ def _patch(f, KH: tl.constexpr, KW: tl.constexpr):
     return f // (KH * KW), f // KW % KH, f % KW
 
 
-@triton.jit(do_not_specialize=["pixels", "height", "width", "out_height", "out_width", "tiles", "share"])
+@triton.jit(do_not_specialize=["pixels", "tiles", "share"])
 def patch_moments(
-    images, centre, moments, pixels, height, width, out_height, out_width, tiles, share,
+    images, centre, moments, pixels, tiles, share,
+    height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
     CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -380,9 +385,10 @@ def _better(best, which, value, n):
     return tl.where(better, value, best), tl.where(better, n, which)
 
 
-@triton.jit(do_not_specialize=["tasks", "weight_stride", "pooled", "height", "width", "out_height", "out_width", "share"])
+@triton.jit(do_not_specialize=["tasks", "weight_stride", "pooled", "share"])
 def first_forward(
-    images, weight, coefficients, out, pick, tasks, weight_stride, pooled, height, width, out_height, out_width, share,
+    images, weight, coefficients, out, pick, tasks, weight_stride, pooled, share,
+    height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
     CO: tl.constexpr, CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -428,13 +434,27 @@ def first_forward(
         tl.store(pick + place, which.to(tl.uint8), mask=kept)
 
 
-@triton.jit(do_not_specialize=["tasks", "pooled", "height", "width", "out_height", "out_width", "tiles", "share"])
+@triton.jit
+def _gathered(
+    sums, n, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_Q: tl.constexpr
+):
+    """Of sums over windows, those over the patch at the window's n-th place, `(BLOCK_F, channels)`."""
+    f = tl.arange(0, BLOCK_F)
+    channel, fy, fx = _patch(f, KH, KW)
+    q = (channel * (KH + PH - 1) + fy + n // PW) * (KW + PW - 1) + fx + n % PW
+    chosen = (q[:, None] == tl.arange(0, BLOCK_Q)[None, :]).to(tl.float32)
+    return tl.dot(chosen, sums, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["tasks", "pooled", "tiles", "share"])
 def first_sums_backward(
-    images, pick, dy, sums, ones, tasks, pooled, height, width, out_height, out_width, tiles, share,
+    images, pick, dy, sums, ones, tasks, pooled, tiles, share,
+    height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
     CO: tl.constexpr, CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Σ dy ⊗ window over a share of the pooled entries, apart by chosen place, `(rows, tiles, PH × PW, BLOCK_Q, CO)`; Σ dy to `ones`."""
+    """Σ dy ⊗ chosen patch over a share of the pooled entries, `(rows, tiles, BLOCK_F, CO)`; Σ dy to `ones`."""
     ROUND: tl.constexpr = PRECISION == "tf32"
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -468,49 +488,42 @@ def first_sums_backward(
         if PH * PW == 4:
             t2 = tl.dot(window, tl.where(which == 2, g, 0.0), t2, input_precision=PRECISION)
             t3 = tl.dot(window, tl.where(which == 3, g, 0.0), t3, input_precision=PRECISION)
-    sums += (row * tiles + tile) * (PH * PW * BLOCK_Q * CO) + q[:, None] * CO + co[None, :]
-    known = (q >= 0)[:, None] & (co < CO)[None, :]
-    tl.store(sums, t0, mask=known)
-    tl.store(sums + BLOCK_Q * CO, t1, mask=known)
+    total = _gathered(t0, 0, KH, KW, PH, PW, BLOCK_F, BLOCK_Q) + _gathered(t1, 1, KH, KW, PH, PW, BLOCK_F, BLOCK_Q)
     if PH * PW == 4:
-        tl.store(sums + 2 * BLOCK_Q * CO, t2, mask=known)
-        tl.store(sums + 3 * BLOCK_Q * CO, t3, mask=known)
+        total += _gathered(t2, 2, KH, KW, PH, PW, BLOCK_F, BLOCK_Q) + _gathered(t3, 3, KH, KW, PH, PW, BLOCK_F, BLOCK_Q)
+    sums += (row * tiles + tile) * (BLOCK_F * CO)
+    tl.store(sums + tl.arange(0, BLOCK_F)[:, None] * CO + co[None, :], total, mask=(co < CO)[None, :])
     tl.store(ones + (row * tiles + tile) * CO + co, one, mask=co < CO)
 
 
-@triton.jit(do_not_specialize=["tasks", "tiles", "weight_stride", "gamma_stride", "beta_stride"])
+@triton.jit(do_not_specialize=[
+    "tasks", "tiles", "weight_stride", "gamma_stride", "beta_stride", "dweight_stride", "dgamma_stride", "dbeta_stride", "dbias_stride"
+])  # fmt: skip
 def first_backward(
-    sums, ones, weight, gamma, beta, means, covariance, dweight, dgamma, dbeta,
-    tasks, tiles, weight_stride, gamma_stride, beta_stride, eps,
-    CO: tl.constexpr, CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    sums, ones, weight, gamma, beta, means, covariance, dweight, dgamma, dbeta, dbias,
+    tasks, tiles, weight_stride, gamma_stride, beta_stride, dweight_stride, dgamma_stride, dbeta_stride, dbias_stride, eps,
+    CO: tl.constexpr, FEATURES: tl.constexpr, BIAS: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the first block from its tiles' sums and the moments of its input."""
-    FEATURES: tl.constexpr = CI * KH * KW
-    WH: tl.constexpr = KH + PH - 1
-    WW: tl.constexpr = KW + PW - 1
     row = tl.program_id(0).to(tl.int64)
     co = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     f = tl.arange(0, BLOCK_F)
-    channel, fy, fx = _patch(f, KH, KW)
     known = co < CO
+    there = (f < FEATURES)[:, None] & known[None, :]
     total = tl.zeros((BLOCK_F, BLOCK_N), dtype=tl.float32)
     first = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    sums += row * tiles * (PH * PW * BLOCK_Q * CO)
+    sums += row * tiles * (BLOCK_F * CO)
     ones += row * tiles * CO
-    for part in range(tiles * PH * PW):
-        n = part % (PH * PW)
-        q = (channel * WH + fy + n // PW) * WW + fx + n % PW
-        at = sums + part * (BLOCK_Q * CO) + q[:, None] * CO + co[None, :]
-        total += tl.load(at, mask=(f < FEATURES)[:, None] & known[None, :], other=0.0)
     for tile in range(tiles):
+        total += tl.load(sums + tile * (BLOCK_F * CO) + f[:, None] * CO + co[None, :], mask=there, other=0.0)
         first += tl.load(ones + tile * CO + co, mask=known, other=0.0)
     w, m, cw, mean, inverse, scale, _ = _first_normalisation(
         weight, gamma, beta, means, covariance, row, row % tasks, co, weight_stride, gamma_stride, beta_stride, eps, CO, FEATURES, BLOCK_F
     )
     second = inverse * (tl.sum(w * total, 0) - mean * first)
     dw = scale[None, :] * (total - first[None, :] * m[:, None] - (second * inverse)[None, :] * cw)
-    place = row * (CO * FEATURES) + co[None, :] * FEATURES + f[:, None]
-    tl.store(dweight + place, dw, mask=(f < FEATURES)[:, None] & known[None, :])
-    tl.store(dbeta + row * CO + co, first, mask=known)
-    tl.store(dgamma + row * CO + co, second, mask=known)
+    tl.store(dweight + row * dweight_stride + co[None, :] * FEATURES + f[:, None], dw, mask=there)
+    tl.store(dbeta + row * dbeta_stride + co, first, mask=known)
+    tl.store(dgamma + row * dgamma_stride + co, second, mask=known)
+    if BIAS:
+        tl.store(dbias + row * dbias_stride + co, tl.zeros((BLOCK_N,), dtype=tl.float32), mask=known)
