@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +44,10 @@ class Config:
         methods, second_order: of the comparison; the latter in the paper's settings only.
         iterations: meta-steps of the comparison.
         long: meta-steps of the longer runs of FO-B-MAML, or 0.
+        longest: those of one run still longer, with the variant that learns fastest, in each setting.
         seeds, second_order_seeds, long_seeds, extra_seeds: how many runs.
-        inner_rates, meta_rates: the grid, the same for every method; searched with `tuning` meta-steps per pair.
+        inner_rates, meta_rates: the grid, the same for every method.
+        tuning: meta-steps per pair of the grid; the best `tuning_keep` of a round go on to the next.
         tasks, many_way_tasks: per meta-step.
         glyphs: take invented characters where Omniglot is not at hand.
     """
@@ -54,13 +58,15 @@ class Config:
     second_order: tuple[str, ...] = (m.MAML, m.IMAML)
     iterations: int = 2000
     long: int = 12000
+    longest: tuple[int, ...] = (40000, 20000)
     seeds: int = 5
     second_order_seeds: int = 1
     long_seeds: int = 2
     extra_seeds: int = 1
     inner_rates: tuple[float, ...] = (0.05, 0.1)
     meta_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    tuning: int = 150
+    tuning: tuple[int, ...] = (150, 1000)
+    tuning_keep: int = 2
     tasks: int = 32
     many_way_tasks: int = 16
     queries: int = 15
@@ -76,12 +82,21 @@ class Config:
         few = {"seeds": 1, "second_order_seeds": 1, "tasks": 4, "queries": 5, "channels": 16, "watch_tasks": 50, "test_tasks": 200}
         methods = tuple(method for method in cls.methods if method != SHIFTED)
         rates = {"inner_rates": (0.1,), "meta_rates": (1e-2,)}
-        options: dict[str, Any] = {**few, **rates, "methods": methods, "extra_settings": (), "iterations": 60, "long": 0, "glyphs": True}
+        options: dict[str, Any] = {
+            **few,
+            **rates,
+            "methods": methods,
+            "extra_settings": (),
+            "iterations": 60,
+            "long": 0,
+            "longest": (),
+            "glyphs": True,
+        }
         return cls(settings=FIVE_WAY[:1], **options)
 
     @classmethod
     def full(cls) -> Config:
-        """An hour and a quarter on a GPU."""
+        """Nearly an hour on a GPU."""
         return cls()
 
 
@@ -93,9 +108,12 @@ def cells(config: Config) -> list[Cell]:
         return [dict(zip(keys, (s, method, iterations, k), strict=True)) for s in settings for method in methods for k in range(seeds)]
 
     longer = runs(config.settings, LONG_METHODS, config.long, config.long_seeds) if config.long else []
+    pairs = zip(config.settings, config.longest, strict=False)
+    longest = [cell for setting, iterations in pairs for cell in runs((setting,), (SHIFTED,), iterations, 1)]
     return [
         *runs(config.settings, config.methods, config.iterations, config.seeds),
         *longer,
+        *longest,
         *runs(config.settings, config.second_order, config.iterations, config.second_order_seeds),
         *runs(config.extra_settings, config.methods, config.iterations, config.extra_seeds),
     ]
@@ -109,21 +127,27 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     with precision("tf32", device):
         best, tried, scores = tuned(setting, method, config, device)
         rows: list[Row] = [
-            {"kind": "tuning", "inner": one.inner, "rate": one.rate, "accuracy": score} for one, score in zip(tried, scores, strict=True)
+            {"kind": "tuning", "inner": one.inner, "rate": one.rate, "iteration": one.iterations, "accuracy": score}
+            for one, score in zip(tried, scores, strict=True)
         ]
         trial, data = _trial(setting, method, config, device, seed=seed)
         recipe = fewshot.Recipe(best.inner, best.rate, last, best.tasks, cosine=True)
+        begin, testing = time.perf_counter(), 0.0
 
         def see(iteration: int, learner: mn.MetaLearner) -> None:
+            nonlocal testing
+            now = time.perf_counter()
             count = config.test_tasks if iteration == last else config.watch_tasks
-            about = {"iteration": iteration, "tasks": count, **recipe_of(best), "data": data}
+            about = {"iteration": iteration, "tasks": count, "seconds": now - begin - testing, **recipe_of(best), "data": data}
             rows.append({"kind": "test", **about, **fewshot.summary(fewshot.accuracies(learner, trial.source, "test", count))})
             if iteration == last:
                 more = fewshot.accuracies(learner, trial.source, "test", count, steps=MORE_STEPS)
                 rows.append({"kind": "more steps", **about, **fewshot.summary(more)})
+            testing += time.perf_counter() - now
 
         if not trial.train(recipe, at=watched(last), see=see):
-            rows.append({"kind": "test", "iteration": last, "accuracy": None, "ci95": None, "tasks": 0, **recipe_of(best), "data": data})
+            none = {"accuracy": None, "ci95": None, "tasks": 0, "seconds": None}
+            rows.append({"kind": "test", "iteration": last, **none, **recipe_of(best), "data": data})
     return rows
 
 
@@ -133,8 +157,8 @@ def tuned(setting: str, method: str, config: Config, device: torch.device) -> tu
     trial, _ = _trial(setting, method, config, device, seed=1000)
     tasks = config.many_way_tasks if setting in TWENTY_WAY else config.tasks
     pairs = [(inner, rate) for inner in config.inner_rates for rate in config.meta_rates]
-    recipes = [fewshot.Recipe(inner, rate, config.tuning, tasks, cosine=True) for inner, rate in pairs]
-    return fewshot.best_recipe(trial, recipes, (config.tuning,), keep=1, tasks=config.val_tasks)
+    recipes = [fewshot.Recipe(inner, rate, config.tuning[-1], tasks, cosine=True) for inner, rate in pairs]
+    return fewshot.best_recipe(trial, recipes, config.tuning, keep=config.tuning_keep, tasks=config.val_tasks)
 
 
 def _trial(setting: str, method: str, config: Config, device: torch.device, *, seed: int) -> tuple[fewshot.Trial, str]:
@@ -156,9 +180,14 @@ def final(result: Result[Config], setting: str, method: str, iterations: int) ->
     return Mean.of(values) if len(values) > 1 else Mean(values[0], 100 * result.values("ci95", **where)[0])
 
 
+def lengths(result: Result[Config], setting: str, method: str) -> list[int]:
+    """Meta-steps of the runs there are, the shortest first."""
+    return sorted({int(row["iterations"] or 0) for row in result.rows(kind="test", setting=setting, method=method)})
+
+
 def longest(result: Result[Config], setting: str, method: str) -> Mean | None:
     """The result of the longest runs there are."""
-    found = [final(result, setting, method, length) for length in (result.config.long, result.config.iterations)]
+    found = [final(result, setting, method, length) for length in reversed(lengths(result, setting, method))]
     return next((one for one in found if one is not None), None)
 
 
@@ -170,12 +199,12 @@ def draw(result: Result[Config]) -> list[Drawing]:
     figure, axes = style.figure(columns, rows, width=3.4 + 4.4 * columns, height=4.2 * rows, squeeze=False)
     for one, setting in zip(axes.flat, settings, strict=False):
         for method in ESTIMATORS:
-            for length in (result.config.iterations, result.config.long):
+            for length in lengths(result, setting, method):
                 at, errors = _curve(result, setting, method, length)
                 if at:
                     look = style.line(method)
                     look |= {"linestyle": (0, (1, 1)), "fillstyle": "none", "markeredgecolor": look["color"]} if method == SHIFTED else {}
-                    thin = {"linewidth": 1.0, "markersize": 3, "label": None} if length == result.config.long else {}
+                    thin = {"linewidth": 1.0, "markersize": 3, "label": None} if length != result.config.iterations else {}
                     one.plot(at, errors, **{**look, **thin})
         if setting in PUBLISHED[m.LOSS] and one.get_ylim()[0] < 10:
             mean, ci = PUBLISHED[m.LOSS][setting]
@@ -196,16 +225,15 @@ def table(result: Result[Config]) -> Table:
     rows = []
     for setting in result.distinct("setting"):
         for method in ESTIMATORS:
-            for length in dict.fromkeys((result.config.iterations, result.config.long)):
+            for length in lengths(result, setting, method):
                 found = final(result, setting, method, length)
                 if found is not None:
-                    seeds = len(
-                        result.values("accuracy", kind="test", setting=setting, method=method, iterations=length, iteration=length)
-                    )
-                    used = result.rows(kind="test", setting=setting, method=method, iterations=length)[0]
+                    where = {"kind": "test", "setting": setting, "method": method, "iterations": length, "iteration": length}
+                    used, times = result.rows(**where)[0], result.values("seconds", **where)
                     rates = f"{used['inner']:g}, {used['rate']:g}"
-                    rows.append((setting, method, length, _shown(found), seeds, rates, _published(method, setting)))
-    return Table(("setting", "method", "meta-steps", "accuracy, %", "seeds", "inner, meta-rate", "published, %"), rows)
+                    minutes = Shown(sum(times) / len(times) / 60, f"{sum(times) / len(times) / 60:.2g}")
+                    rows.append((setting, method, length, _shown(found), len(times), minutes, rates, _published(method, setting)))
+    return Table(("setting", "method", "meta-steps", "accuracy, %", "seeds", "minutes", "inner, meta-rate", "published, %"), rows)
 
 
 def judge(result: Result[Config]) -> Verdict:
@@ -247,10 +275,12 @@ def explanation(result: Result[Config]) -> str:
                 f"{setting}: between {last // 2} and {last} meta-steps all methods gained {min(known):+.1f} to {max(known):+.1f} points"
             )
         for method in LONG_METHODS:
-            short, long = final(result, setting, method, last), final(result, setting, method, result.config.long)
-            if result.config.long and short is not None and long is not None:
-                texts.append(f"{method} gained {long.mean - short.mean:+.2f} with {result.config.long}")
-            more = result.values("accuracy", kind="more steps", setting=setting, method=method, iterations=result.config.long or last)
+            longer = lengths(result, setting, method)
+            for one, two in itertools.pairwise(longer):
+                short, long = final(result, setting, method, one), final(result, setting, method, two)
+                if short is not None and long is not None:
+                    texts.append(f"{method} gained {long.mean - short.mean:+.2f} from {one} to {two}")
+            more = result.values("accuracy", kind="more steps", setting=setting, method=method, iterations=max([last, *longer]))
             if more:
                 texts.append(f"{method} has {100 * sum(more) / len(more):.2f} % where it adapts with {MORE_STEPS} steps")
     data = result.rows(kind="test")[0]["data"]
@@ -271,9 +301,10 @@ def _measured(result: Result[Config]) -> str:
         found = {method: final(result, setting, method, length) for method in ESTIMATORS}
         each = ", ".join(f"{method} {_plain(one)}" for method, one in found.items() if one is not None)
         texts.append(f"{setting} after {length} meta-steps: {each}")
-        longer = {method: final(result, setting, method, result.config.long) for method in LONG_METHODS}
-        more = ", ".join(f"{method} {_plain(one)}" for method, one in longer.items() if one is not None and result.config.long)
-        texts += [f"after {result.config.long}: {more}"] if more else []
+        for longer in sorted({count for method in LONG_METHODS for count in lengths(result, setting, method) if count > length}):
+            ends = {method: final(result, setting, method, longer) for method in LONG_METHODS}
+            more = ", ".join(f"{method} {_plain(one)}" for method, one in ends.items() if one is not None)
+            texts += [f"after {longer}: {more}"] if more else []
     return "; ".join(texts) + " (percent)."
 
 
