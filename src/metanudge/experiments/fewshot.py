@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import metanudge as mn
 from metanudge.estimators import Estimator
 from metanudge.experiments import methods as m
+from metanudge.task import TaskBatch
 from metanudge.tasks import Episodes
+from metanudge.tasks.ahead import Ahead
 from metanudge.tasks.episodes import Split
 
 AT_ONCE = 100  # tasks evaluated side by side
@@ -84,7 +86,7 @@ class Trial:
         """
         learner = self.learner(recipe.inner)
         optimizer = torch.optim.Adam(learner.parameters(), lr=recipe.rate, fused=learner.problem().device.type == "cuda")
-        batches = self.source.batches(size=recipe.tasks, count=recipe.iterations)
+        batches = _stream(self.source, recipe)
         if see is not None and 0 in at:
             see(0, learner)
         for iteration, tasks in enumerate(batches, 1):
@@ -108,6 +110,17 @@ class Trial:
     def score(self, recipe: Recipe, *, split: Split, tasks: int) -> float:
         """Their mean."""
         return float(self.scores(recipe, split=split, tasks=tasks).mean())
+
+
+def _stream(source: Episodes, recipe: Recipe) -> Iterator[TaskBatch]:
+    """The tasks of all meta-steps; for a GPU drawn ahead."""
+    if source.device.type != "cuda":
+        yield from source.batches(size=recipe.tasks, count=recipe.iterations)
+        return
+    ahead, size = Ahead(source), recipe.tasks
+    for step in range(recipe.iterations):
+        yield ahead.batch(range(step * size, (step + 1) * size), then=range((step + 1) * size, (step + 2) * size))
+    ahead.close()
 
 
 def accuracies(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int, *, steps: int | None = None) -> Tensor:

@@ -21,6 +21,7 @@ from metanudge.estimators import NonFiniteError, Stats
 from metanudge.learner import Evaluation, MetaLearner
 from metanudge.params import Params
 from metanudge.tasks import Episodes
+from metanudge.tasks.ahead import Ahead
 from metanudge.tasks.episodes import Split
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.combine import Own, combine
@@ -61,6 +62,7 @@ class Trainer:
         self.store = CheckpointStore(self.folder / CHECKPOINTS)
         state = plan.checkpoint.state if plan.checkpoint is not None else {}
         self.step = plan.checkpoint.step if plan.checkpoint is not None else 0
+        self._ahead = Ahead(source)
         self.best: dict[str, Any] | None = state.get("best")
         self.saved_step = self.step if plan.checkpoint is not None else None
         if config.chunk is None and state.get("chunk") is not None:
@@ -131,7 +133,9 @@ class Trainer:
         gradient: Params = {}
         stats: Stats | None = None
         if len(own):
-            batch = self.source.batch(range(self.step * tasks + own.start, self.step * tasks + own.stop))
+            now = range(self.step * tasks + own.start, self.step * tasks + own.stop)
+            then = range(now.start + tasks, now.stop + tasks)
+            batch = self._ahead.batch(now, then=then if self.device.type == "cuda" else None)
             try:
                 gradient, stats = self._with_memory(
                     partial(self.learner.meta_gradient, batch, metrics=self._measured, seed=seed, first=own.start),
