@@ -71,11 +71,17 @@ def all_variants(options: Options) -> list[Variant]:
 
 
 def trained_variants(options: Options) -> list[Variant]:
-    """The default of either nudge, and each with one choice changed."""
+    """The default of either nudge, each with one choice changed, and the gradient nudge from the shifted start with every ν.
+
+    That start and ν act together: the start is ν∇f/λ away from θ.
+    """
     found = []
     for nudge in options["nudge"]:
         base = Variant.default().changed("nudge", nudge)
         found += [base, *(base.changed(key, value) for key in ("start", "stencil", "nu") for value in options[key])]
+    if "gradient" in options["nudge"] and "shifted" in options["start"]:
+        shifted = Variant.default().changed("nudge", "gradient").changed("start", "shifted")
+        found += [shifted.changed("nu", nu) for nu in options["nu"]]
     return list(dict.fromkeys(found))
 
 
