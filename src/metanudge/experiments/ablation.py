@@ -244,8 +244,8 @@ EXPERIMENT = Experiment(
         "K-step gradient is dominated by directions that explode. The implicit gradient is taken where many such steps lead, by "
         "conjugate gradient. All variants are measured; the table has those that were trained: the default of either nudge, one "
         "choice changed at a time, and the gradient nudge from the shifted start with every ν. Accuracies: MNIST-1D as in its "
-        "experiment with inner rate 0.1 and meta-rate 0.01, Omniglot 5-way 1-shot with short training. A default counts as supported unless "
-        "an alternative is better by more than both 95 % intervals "
+        "experiment with inner rate 0.1 and meta-rate 0.01, Omniglot 5-way 1-shot with short training. A default counts "
+        "as supported unless an alternative is better by more than both 95 % intervals "
         f"together (at least {NOISE:g}) on some data."
     ),
 )
