@@ -25,7 +25,9 @@ TINY: dict[str, dict[str, Any]] = {
     "mnist1d": {
         "inner_rates": (0.1,), "meta_rates": (0.01,), "iterations": 1, "grid_iterations": 1, "at": (0, 1), "tasks": 1, "test_tasks": 2,
     },
-    "nu-sensitivity": {"nus": (0.01, 0.1, 1.0), "steps": (2, 3), "network_steps": (2,), "channels": 1, "dim": 4, "tasks": 1, "network_tasks": 1},
+    "nu-sensitivity": {
+        "nus": (0.01, 0.1, 1.0), "steps": (2, 3), "network_steps": (2,), "channels": 1, "dim": 4, "tasks": 1, "network_tasks": 1,
+    },
     "omniglot": {
         "methods": ("FO-B-MAML", "FO-MAML"), "second_order": ("iMAML, 5 CG steps",), "inner_rates": (0.1, 0.4), "tuning": (1,),
         "val_tasks": 1, "iterations": 2, "tasks": 1, "queries": 1, "channels": 2, "watch_tasks": 2, "test_tasks": 2,

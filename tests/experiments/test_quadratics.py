@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import metanudge as mn
+from metanudge.estimators import Estimator
 from metanudge.experiments import gradient_quality, outer_loss
 from metanudge.experiments import quadratics as q
-from metanudge.experiments.base import Measured, Result
+from metanudge.experiments.base import Measured, Result, Verdict
+from metanudge.experiments.error_parts import ErrorParts
 from metanudge.experiments.quadratics import Problem
 from metanudge.tasks import Quadratic
 
@@ -84,44 +87,111 @@ def test_the_first_meta_step_is_gradient_descent() -> None:
 
 def test_a_rate_that_diverges_is_a_row_and_never_the_best() -> None:
     config = outer_loss.Config(iterations=12, rates=(0.1, 1e60), dim=4, tasks=2, seeds=1, steps=2, methods=(q.FO_MAML,))
-    cells = outer_loss.cells(config)
+    cells = [cell for cell in outer_loss.cells(config) if "rate" in cell]
     result = Result("outer-loss", "quick", config, [Measured(cell, outer_loss.measure(cell, config, CPU), 0.0, 0) for cell in cells])
     assert math.isnan(result.values("exact", rate=1e60)[-1])
     assert outer_loss.best_rate(result, q.FO_MAML, "exact") == 0.1
 
 
-def judged(errors: dict[str, list[float]], steps: tuple[int, ...] = (5, 20, 100)) -> str:
+@pytest.mark.parametrize("method", [q.SYMMETRIC, q.FORWARD, q.GRADIENT, q.TANGENT, gradient_quality.WARM, q.IMAML_2])
+def test_parts_of_an_error(method: str, problem: Problem) -> None:
+    """The derivative of the K steps is the tangent stencil's, and what is left over when each part is made small is the other."""
+    estimator = gradient_quality.methods(0.05)[method]
+
+    def parts(steps: int, chosen: Estimator = estimator) -> dict[str, float]:
+        (estimate,) = problem.learner(chosen, steps).meta_gradient(problem.tasks)[0].values()
+        return ErrorParts(problem, chosen)(steps, estimate)
+
+    few, many = parts(3), parts(300)
+    assert min(few["part_inner"], few["part_linear"]) > 1e-3
+    assert many["part_inner"] < 1e-10, "with enough steps the inner solve is finished"
+    if isinstance(estimator, mn.IMAML):
+        assert many["part_linear"] == pytest.approx(few["part_linear"], abs=1e-10), "two CG steps stay two"
+        assert parts(3, mn.IMAML(cg_steps=9))["part_linear"] < 1e-10
+        return
+    assert many["part_linear"] < 1e-10
+    assert isinstance(estimator, mn.FOBMAML)
+    tangent = mn.FOBMAML(stencil="tangent", nudge=estimator.nudge, start=estimator.start)
+    assert parts(3, tangent)["part_nu"] < 1e-14, "the tangent differentiates the same steps"
+    if method in (q.SYMMETRIC, q.FORWARD, gradient_quality.WARM):
+        assert 1e-6 < few["part_nu"] < 0.1
+
+
+def test_methods_without_a_linear_system_have_no_parts(problem: Problem) -> None:
+    assert ErrorParts(problem, mn.FOMAML())(3, problem.exact) == {}
+
+
+def judged(errors: dict[str, list[float]], steps: tuple[int, ...] = (5, 20, 100)) -> Verdict:
     config = gradient_quality.Config(steps=steps, lams=(1.0,), seeds=1)
-    rivals = {q.GRADIENT: [0.1, 0.01, 0.001], q.FO_MAML: [1.0, 1.0, 1.0], q.REPTILE: [1.0, 0.9, 0.9]}
+    good = [0.1, 0.01, 0.001]
+    rivals = {q.GRADIENT: good, gradient_quality.WARM: good, q.FO_MAML: [1.0, 1.0, 1.0], q.REPTILE: [1.0, 0.9, 0.9]}
+    parts = {"part_inner": 0.3, "part_linear": 0.2, "part_nu": 1e-15}
     measured = [
-        Measured({"lam": 1.0, "method": method, "seed": 0}, [{"steps": k, "error": e} for k, e in zip(steps, row, strict=True)], 0.0, 0)
+        Measured(
+            {"lam": 1.0, "method": method, "seed": 0},
+            [{"steps": k, "error": e, **parts} for k, e in zip(steps, row, strict=True)],
+            0.0,
+            0,
+        )
         for method, row in {**rivals, **errors}.items()
     ]
-    return gradient_quality.judge(Result("gradient-quality", "quick", config, measured)).status
+    return gradient_quality.judge(Result("gradient-quality", "quick", config, measured))
 
 
 def test_the_verdict_follows_the_rows() -> None:
     good = {q.SYMMETRIC: [0.5, 0.1, 0.01], q.IMAML_2: [0.4, 0.3, 0.3], q.IMAML_5: [0.4, 0.2, 0.2]}
-    assert judged(good) == "reproduced"
-    assert judged({**good, q.IMAML_5: [0.4, 0.05, 0.05]}) == "partly", "ahead only later than K = 20"
-    assert judged({**good, q.IMAML_2: [0.4, 1e-3, 1e-3]}) == "partly", "never ahead"
-    assert judged({**good, q.SYMMETRIC: [0.5, 0.1, 0.15]}) == "not", "does not go on falling"
-    assert judged({**good, q.FO_MAML: [1.0, 0.5, 0.1]}) == "not", "FO-MAML goes on falling too"
+    assert judged(good).status == "reproduced"
+    late = judged({**good, q.IMAML_5: [0.4, 0.05, 0.05]})
+    assert late.status == "partly", "ahead only later than K = 20"
+    assert "with 5 CG steps at K = 20 (λ = 1)" in late.reason
+    assert "with 2" not in late.reason
+    assert "an error of 0.3 in the one" in late.reason
+    never = judged({**good, q.IMAML_2: [0.4, 1e-3, 1e-3]})
+    assert never.status == "partly"
+    assert "with 2 CG steps at K = 20 to 100 (λ = 1)" in never.reason
+    assert judged({**good, q.SYMMETRIC: [0.5, 0.1, 0.15]}).status == "not", "does not go on falling"
+    assert judged({**good, q.FO_MAML: [1.0, 0.5, 0.1]}).status == "not", "FO-MAML goes on falling too"
+
+
+def test_methods_come_to_rest_where_their_estimates_vanish() -> None:
+    """MAML at the minimum of the loss after the steps, an exact method at that of the other; long descent ends where the limit is."""
+    config = outer_loss.Config(iterations=60, rates=(1.0,), dim=3, tasks=2, seeds=1, lam=0.3, steps=4)
+
+    def limit(method: str, steps: int = 4) -> dict[str, Any]:
+        (row,) = outer_loss.measure({"method": method, "seed": 0, "steps": steps}, config, CPU)
+        return row
+
+    assert limit(q.MAML)["adapted"] == pytest.approx(0, abs=1e-12)
+    assert limit(q.MAML)["exact"] > 1e-4
+    assert limit(q.IMAML_10, 60)["exact"] == pytest.approx(0, abs=1e-9)
+    for method in (q.SYMMETRIC, q.IMAML_2):
+        end = outer_loss.measure({"method": method, "seed": 0, "rate": 1.0}, config, CPU)[-1]
+        assert limit(method)["stable"]
+        assert end["exact"] == pytest.approx(limit(method)["exact"], rel=1e-3, abs=1e-9)
 
 
 def test_the_verdict_on_the_outer_loss_follows_the_rows() -> None:
-    config = outer_loss.Config(iterations=1, rates=(1.0,), seeds=1)
+    config = outer_loss.Config(iterations=1, rates=(1.0,), limit_steps=(20, 50), seeds=1)
 
-    def status(ours: float, ten: float = 0.6) -> str:
+    def verdict(ours: float, ten: float = 0.6, at_rest: float = 1.0) -> Verdict:
         ends = {q.SYMMETRIC: ours, q.GRADIENT: 0.1, q.IMAML_2: 2.0, q.IMAML_5: 1.0, q.IMAML_10: ten, q.FO_MAML: 4.0, q.REPTILE: 5.0}
         cells = [({"method": m, "seed": 0, "rate": 1.0}, [{"iteration": 1, "exact": end, "adapted": end}]) for m, end in ends.items()]
-        return outer_loss.judge(Result("outer-loss", "quick", config, [Measured(cell, rows, 0.0, 0) for cell, rows in cells])).status
+        for steps, factor in ((20, at_rest), (50, 0.01)):
+            limits = {m: end * (factor if m == q.SYMMETRIC else 1) for m, end in ends.items()}
+            cells += [({"method": m, "seed": 0, "steps": steps}, [{"exact": x, "adapted": x, "stable": True}]) for m, x in limits.items()]
+        return outer_loss.judge(Result("outer-loss", "quick", config, [Measured(cell, rows, 0.0, 0) for cell, rows in cells]))
 
-    assert status(0.9) == "reproduced"
-    assert status(1.1) == "partly", "above iMAML with 5 CG steps"
-    assert status(0.9, ten=0.3) == "partly", "not near iMAML with 10 CG steps"
-    assert status(9.0) == "not"
-    assert status(math.nan) == "not"
+    assert verdict(0.9).status == "reproduced"
+    assert verdict(1.1).status == "partly", "above iMAML with 5 CG steps"
+    assert "for the bias that 20 inner steps leave" in verdict(1.1).reason
+    assert "there they hold with K = 50" in verdict(1.1).reason
+    passing = verdict(1.1, at_rest=0.5)
+    assert passing.status == "partly"
+    assert "iMAML with 5 CG steps is ahead only in passing: in the limit it is 0.55 against 1." in passing.reason
+    assert "bias" not in passing.reason
+    assert verdict(0.9, ten=0.3).status == "partly", "not near iMAML with 10 CG steps"
+    assert verdict(9.0).status == "not"
+    assert verdict(math.nan).status == "not"
 
 
 def _query(task: mn.Task, phi: torch.Tensor) -> torch.Tensor:

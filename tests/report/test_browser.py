@@ -9,6 +9,7 @@ import pytest
 
 import chromium
 from metanudge import report
+from metanudge.experiments import NAMES
 from metanudge.experiments.run import Options, run
 from metanudge.report import entries as gathering
 from toy_experiment import toy
@@ -22,6 +23,7 @@ TOYS = {
     "joy": toy(name="joy"),
     "a-much-longer-name": toy(name="a-much-longer-name", where="Appendix, Table 12", config=type(toy().config())),
 }
+COMMITTED = Path(__file__).parents[2] / "results" / "report.html"
 ORDER = "[...document.querySelectorAll('#summary tbody th')].map(cell => cell.textContent)"
 
 
@@ -92,6 +94,24 @@ def test_on_paper_everything_is_unfolded(page: chromium.Page) -> None:
     assert page.run("[...document.querySelectorAll('details')].every(one => !one.open)")
     page.call("Page.printToPDF")
     assert page.run("[...document.querySelectorAll('details')].every(one => one.open)")
+
+
+@pytest.mark.skipif(not COMMITTED.is_file(), reason="no results beside the tests")
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_page_of_the_repository_shows_every_experiment(page: chromium.Page, width: int) -> None:
+    page.size(width, 800)
+    page.open(COMMITTED.as_uri())
+    assert page.complaints == []
+    assert page.run("document.documentElement.scrollWidth") <= width
+    assert page.run(ORDER) == list(NAMES)
+    bare = "[...document.querySelectorAll('article')].filter(one => !one.querySelector('.todo') && !one.querySelector('figure svg'))"
+    assert page.run(f"{bare}.map(one => one.id)") == [], "every result has its figure"
+    boxes = page.run("[...document.querySelectorAll('figure svg')].map(svg => svg.getBoundingClientRect()).map(b => [b.width, b.height])")
+    assert len(boxes) >= 10
+    assert all(wide > 300 and high > 150 for wide, high in boxes)
+    page.run("document.querySelector('#summary thead th:nth-child(3) button').click()")
+    ranks = page.run("[...document.querySelectorAll('#summary tbody td:nth-child(3)')].map(cell => Number(cell.dataset.sort))")
+    assert ranks == sorted(ranks)
 
 
 def test_a_script_error_would_be_seen(page: chromium.Page, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from metanudge import report
 from metanudge.cli import main
-from metanudge.experiments.base import Experiment, Shown
+from metanudge.experiments.base import Experiment, Shown, Table
 from metanudge.experiments.run import Options, run
 from metanudge.report import entries as gathering
 from metanudge.report.entries import sort_key, text_of
@@ -168,6 +169,23 @@ def test_figures_follow_the_theme_and_keep_their_ids_apart(tmp_path: Path) -> No
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
     assert used
     assert used <= set(re.findall(r'\bid="([^"]+)"', text))
+
+
+def test_the_summary_has_the_first_sentence() -> None:
+    entry = report.Entry(TOYS["toy"], "reproduced", "At 0.5 it is 1.2 (iMAML, 5 CG: 3). At λ = 2 it is less.", "")
+    assert entry.gist == "At 0.5 it is 1.2 (iMAML, 5 CG: 3)."
+    assert dataclasses.replace(entry, measured="").gist == ""
+
+
+def test_long_tables_are_folded_and_words_stand_left(tmp_path: Path) -> None:
+    measured(tmp_path)
+    entry = report.gather(tmp_path)[0]
+    assert "Table of" not in report.page([entry])
+    longer = dataclasses.replace(entry, table=Table(("name", "n"), [(f"row {n}", n) for n in range(13)]))
+    text = report.page([longer])
+    assert "<summary>Table of 13 rows</summary>" in text
+    assert '<td data-sort="row 3" class="text">row 3</td><td data-sort="3.0">3</td>' in text
+    assert outline(text).open == []
 
 
 def test_values_of_tables() -> None:

@@ -32,11 +32,13 @@ def short(value: float) -> str:
     """An error or a loss in two significant digits.
 
     Example:
-        >>> short(1.234), short(0.0456), short(0.00123), short(math.inf)
-        ('1.2', '0.046', '1.2e-3', 'diverged')
+        >>> short(1.234), short(0.0456), short(0.00123), short(1234.5), short(math.inf)
+        ('1.2', '0.046', '1.2e-3', '1200', 'diverged')
     """
     if not math.isfinite(value):
         return "diverged"
+    if 100 <= abs(value) < 10_000:
+        return f"{float(f'{value:.2g}'):.0f}"
     return f"{value:.2g}" if value == 0 or abs(value) >= 0.01 else f"{value:.1e}".replace("e-0", "e-")
 
 

@@ -22,6 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "FO-B-MAML symmetric": {"color": "#1f6fd6", "marker": "o", **_OURS},
     "FO-B-MAML forward": {"color": "#37a3d6", "marker": "s", **_OURS},
     "FO-B-MAML gradient": {"color": "#0d9488", "marker": "D", **_OURS},
+    "FO-B-MAML from": {"color": "#123f7a", "marker": "h", **_OURS},
     "FO-B-MAML tangent": {"color": "#7c4dd6", "marker": "^", **_OURS},
     "MAML": {"color": "#d1495b", "marker": "v", **_BASELINE},
     "iMAML": {"color": "#e07b00", "marker": "P", **_BASELINE},
@@ -88,6 +89,8 @@ def short_ticks(axis: Any) -> None:
 
 
 def legend(axes: Axes, *, beside: bool = True, **options: Any) -> None:
-    """A legend beside the axes (or inside), without a frame."""
+    """A legend beside the axes (or inside), without a frame; none where nothing has a label, as in unfinished results."""
+    if not axes.get_legend_handles_labels()[0] and "handles" not in options:
+        return
     place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)} if beside else {"loc": "best"}
     axes.legend(**{"frameon": False, "fontsize": 8.5, "labelcolor": INK, **place, **options})

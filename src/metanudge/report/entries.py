@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from metanudge.experiments.progress import clock
 from metanudge.experiments.store import find, result_file
 from metanudge.training.errors import UserError
 
+_SENTENCE = re.compile(r"(?<=[.)])\s+(?=[A-Z])")
 State = Literal["reproduced", "partly", "not", "unfinished", "missing"]
 STATES: dict[State, str] = {
     "reproduced": "reproduced",
@@ -60,6 +62,16 @@ class Entry:
     def command(self) -> str:
         """What to type for the full measurement."""
         return f"metanudge reproduce {self.name}"
+
+    @property
+    def whose(self) -> str:
+        """Who claims what is judged."""
+        return "Our claim" if self.experiment.where == "not in the paper" else "The paper"
+
+    @property
+    def gist(self) -> str:
+        """The first sentence of what was measured."""
+        return _SENTENCE.split(self.measured, maxsplit=1)[0]
 
     @property
     def settings(self) -> list[tuple[str, str]]:
@@ -148,5 +160,6 @@ def machine_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _described(result: Result[Any]) -> str:
-    missing = "" if result.complete else f", unfinished ({len(result.missing)} cells missing)"
+    cells = "1 cell" if len(result.missing) == 1 else f"{len(result.missing)} cells"
+    missing = "" if result.complete else f", unfinished ({cells} missing)"
     return f"a {result.mode} measurement{missing}"

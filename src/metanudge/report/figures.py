@@ -33,7 +33,9 @@ def inline(drawing: Drawing, name: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)  # would hold for the whole page
     text = re.sub(r'(\bid="|\burl\(#|\bhref="#)', rf"\g<1>{stem}-", text)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(
+        r'(<svg[^>]*?) width="([\d.]+)pt"', r'\1 style="--drawn: \2px"', text, count=1
+    )  # no smaller, or its words are unreadable
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     for color, variable in _THEMED.items():
         text = text.replace(color, variable)

@@ -18,7 +18,7 @@ def markdown(entries: list[Entry]) -> str:
         "|---|---|---|---|",
     ]
     summary = [
-        f"| [{entry.name}](#{entry.name}) | {_cell(entry.experiment.where)} | {_status(entry)} | {_cell(entry.measured) or '–'} |"
+        f"| [{entry.name}](#{entry.name}) | {_cell(entry.experiment.where)} | {_status(entry)} | {_cell(entry.gist) or '–'} |"
         for entry in entries
     ]
     return "\n".join([*head, *summary, *(line for entry in entries for line in _section(entry))]) + "\n"
@@ -31,7 +31,7 @@ def _section(entry: Entry) -> list[str]:
         "",
         f"**{entry.experiment.title}** ({entry.experiment.where})",
         "",
-        f"*The paper:* {entry.experiment.claim}",
+        f"*{entry.whose}:* {entry.experiment.claim}",
         "",
     ]
     if entry.result is None:

@@ -13,7 +13,7 @@ from metanudge.version import __version__
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-_WHOLE = re.compile(r"[^\s(]+ [=≥≤×±] [^\s;,)]+|\b(?:[A-Z]+-)+[A-Z]+\b|\d[\d.]*e-\d+|\d[\d.]* %")
+_WHOLE = re.compile(r"[^\s(]+ [=≥≤×±] [^\s;,)]+|\b\d+-(?:way|shot)\b|\b(?:[A-Z]+-)+[A-Z]+\b|\d[\d.]*e-\d+|\d[\d.]* %")
 
 
 def page(entries: list[Entry]) -> str:
