@@ -65,7 +65,8 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview
     for name in ordered:
         if tensors[name].numel():
             plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
-            yield plain.reshape(-1).view(torch.uint8).numpy().data
+            # A tensor of one element counts as contiguous whatever its stride, but only stride 1 can be seen as bytes.
+            yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def decode_tensors(data: bytes) -> dict[str, Tensor]:
