@@ -42,7 +42,13 @@ def test_a_run_writes_each_result_and_puts_the_threads_back(tmp_path: Path) -> N
         ({"only": ("fomalm",)}, "Did you mean 'fomaml'"),
         ({"repeats": 0}, "--repeats 0"),
         ({"threads": 0}, "--threads 0"),
-        ({"explain": True, "scaling": True}, "one at a time"),
+        ({"explain": True, "scaling": True}, "--explain and --scaling measure different things. Use one at a time"),
+        ({"scaling": True, "rounding": True}, "--scaling and --rounding measure different things"),
+        ({"explain": True, "scaling": True, "rounding": True}, "one at a time"),
+        ({"rounding": True, "precision": "bf16"}, "every precision"),
+        ({"rounding": True, "only": ("loop-maml",)}, "loop-maml is torch's. Use fobmaml-loss"),
+        ({"rounding": True, "batches": 0}, "--batches 0"),
+        ({"batches": 4}, "use --repeats"),
         ({"explain": True, "only": ("graph-maml",)}, "needs a CUDA device"),
     ],
 )
@@ -73,7 +79,8 @@ import sys
 for name in ("rich", "tyro", "matplotlib", "jinja2", "safetensors", "PIL", "pooch"):
     sys.modules[name] = None
 from metanudge.bench.__main__ import main
-sys.exit(main(sys.argv[1:]))
+rounding = ["--rounding", "--quick", "--case", "sinusoid", "--only", "fomaml", "--batches", "2", "--device", "cpu"]
+sys.exit(main(sys.argv[1:]) or main([*rounding, "--out", sys.argv[-1]]))
 """
 
 
@@ -90,4 +97,5 @@ def test_measuring_needs_torch_and_numpy_only(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "FO-MAML, loop over tasks" in done.stdout
-    assert [file.name for file in tmp_path.iterdir()] == ["sinusoid-cpu-fp32-quick.json"]
+    assert "rounding errors of the meta-gradient" in done.stdout
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["sinusoid-cpu-fp32-quick.json", "sinusoid-rounding-cpu-quick.json"]

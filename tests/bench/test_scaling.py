@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from metanudge.bench.cases import CASES
+from metanudge.bench.cases import CASES, Case
 from metanudge.bench.config import BenchConfig
-from metanudge.bench.contender import choose
+from metanudge.bench.contender import Contender, Prepared, choose
 from metanudge.bench.explain import explain
 from metanudge.bench.plots import draw
 from metanudge.bench.run import show
 from metanudge.bench.scaling import scale
 from metanudge.bench.suite import CONTENDERS
+from metanudge.bench.workload import Workload
 from metanudge.experiments.progress import Lines
 
 CPU = torch.device("cpu")
@@ -53,3 +56,45 @@ def test_scaling_stops_at_the_time_limit() -> None:
     result = scale(CASES["sinusoid"], choose(CONTENDERS, ["reptile"]), replace(QUICK, limit_seconds=1e-9), CPU, Lines())
     assert result["curves"] == []
     assert len(result["notes"]) == 3
+
+
+def test_scaling_goes_in_rounds_so_that_no_axis_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value takes as many seconds as it is large, so two rounds take 9 of 12 seconds, and a third can only begin."""
+    clock, measured = [0.0], []
+
+    def measure(
+        case: Case, contenders: Sequence[Contender], config: object, device: object, axis: str, value: int, notes: object
+    ) -> list:
+        clock[0] += value
+        measured.append((axis, value))
+        names = {"name": contenders[0].name, "label": contenders[0].label, "method": contenders[0].method}
+        return [{**names, "axis": axis, "value": value, "seconds": float(value), "memory_bytes": 1}]
+
+    monkeypatch.setattr("metanudge.bench.scaling._measure", measure)
+    monkeypatch.setattr("metanudge.bench.scaling.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    result = scale(CASES["sinusoid"], choose(CONTENDERS, ["reptile"]), replace(QUICK, limit_seconds=12), CPU, Lines())
+    assert measured == [("tasks", 1), ("steps", 1), ("shots", 1), ("tasks", 2), ("steps", 2), ("shots", 2), ("tasks", 4)]
+    assert result["notes"] == ["steps = 4 and more left out: the limit of 12 s"]
+    assert [(p["axis"], p["value"]) for p in result["points"]] == sorted(measured, key=lambda m: ["tasks", "steps", "shots"].index(m[0]))
+    times = {c["axis"]: c["points"] for c in result["curves"] if c["quantity"] == "time"}
+    assert {axis: [p["value"] for p in points] for axis, points in times.items()} == {
+        "tasks": [1, 2, 4],
+        "steps": [1, 2],
+        "shots": [1, 2],
+    }
+
+
+def test_a_contender_that_failed_on_an_axis_is_not_tried_further_up() -> None:
+    (reptile,) = choose(CONTENDERS, ["reptile"])
+    tried = []
+
+    def prepare(workload: Workload) -> Prepared:
+        tried.append((len(workload.tasks), workload.steps, workload.shape.shots))
+        if workload.steps == 2:
+            raise MemoryError
+        return reptile.prepare(workload)
+
+    result = scale(CASES["sinusoid"], [replace(reptile, prepare=prepare)], QUICK, CPU, Lines())
+    assert result["notes"] == ["Reptile at steps = 2: MemoryError"]
+    assert [steps for _, steps, _ in tried] == [5, 1, 5, 5, 2, 5, 5]
+    assert {c["axis"]: len(c["points"]) for c in result["curves"] if c["quantity"] == "time"} == {"tasks": 3, "steps": 1, "shots": 2}

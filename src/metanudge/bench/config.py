@@ -23,7 +23,7 @@ class BenchConfig:
     """Where to compute."""
 
     precision: Precision = "fp32"
-    """Of the arithmetic: fp32, fp32 with TF32 products, or bf16 autocast."""
+    """Of the arithmetic: fp32, fp32 with TF32 products, or bf16 autocast. --rounding measures them all."""
 
     repeats: int = 9
     """Measured calls of each contender, one of each in turn."""
@@ -35,7 +35,7 @@ class BenchConfig:
     """Start no further round of a case that would end after this time. One is always measured."""
 
     tasks: int | None = None
-    """Tasks in a meta-batch, if not the case's own."""
+    """Tasks in a meta-batch, if not the case's own (with --rounding, 8 on a GPU and 2 on a CPU)."""
 
     steps: int = 5
     """Inner steps."""
@@ -53,10 +53,16 @@ class BenchConfig:
     """Also measure how long a fresh process takes to its first meta-step, with empty caches and with those of the process before."""
 
     explain: bool = False
-    """Instead, say where the time of a meta-step goes: arithmetic, traffic, kernels, operators."""
+    """Instead, say where the time of a meta-step goes: arithmetic, traffic, kernels, operators. Not with --scaling or --rounding."""
 
     scaling: bool = False
-    """Instead, measure time and memory against the number of tasks, steps and shots."""
+    """Instead, measure time and memory against the number of tasks, steps and shots. Not with --explain or --rounding."""
+
+    rounding: bool = False
+    """Instead, measure the rounding errors of the meta-gradient, by blocks and layer by layer. Not with --explain or --scaling."""
+
+    batches: int | None = None
+    """With --rounding: models and meta-batches to measure it on; 16 when left out, 3 with --quick."""
 
     draw: tuple[Path, ...] = ()
     """Instead, draw the pictures of results measured before (elsewhere)."""

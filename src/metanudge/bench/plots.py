@@ -9,11 +9,12 @@ from metanudge.bench import tables
 from metanudge.experiments.style import INK, figure, legend, line
 
 _OURS, _RIVAL = "#1f6fd6", "#a9b1bd"
+_PATHS = {"blocks": (_OURS, -0.16), "layer by layer": ("#e07b00", 0.16)}  # colour, and side of the tick
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw a comparison or a scaling measurement into a PNG file."""
-    made = _comparison(result) if result["kind"] == "compare" else _scaling(result)
+    """Draw a comparison, a scaling measurement or rounding errors into a PNG file."""
+    made = {"compare": _comparison, "scaling": _scaling, "rounding": _rounding}[result["kind"]](result)
     temporary = file.with_name(f".new-{file.name}")
     made.savefig(temporary, format="png", dpi=150)
     temporary.replace(file)
@@ -64,6 +65,37 @@ def _scaling(result: dict[str, Any]) -> Any:
     for spare in axes.flat[len(panels) :]:
         spare.remove()
     _title(made, result, f"{tables.scaling(result).title} (exponents in the legends)")
+    return made
+
+
+def _rounding(result: dict[str, Any]) -> Any:
+    """A panel for every contender; in it every error as a dot, their root mean square as a disc, their median as a stroke."""
+    labels = list(dict.fromkeys(row["label"] for row in result["rows"]))
+    precisions = list(dict.fromkeys(row["precision"] for row in result["rows"]))
+    made, panels = figure(max(1, len(labels)), 1, width=2.0 + 2.6 * max(1, len(labels)), height=4.0, sharey=True, squeeze=False)
+    for axes, label in zip(panels.flat, labels, strict=False):
+        for row in result["rows"]:
+            if row["label"] != label:
+                continue
+            alone = sum((other["label"], other["precision"]) == (label, row["precision"]) for other in result["rows"]) == 1
+            colour, side = _PATHS[row["path"]]
+            place = precisions.index(row["precision"]) + (0.0 if alone else side)
+            axes.plot([place] * len(row["errors"]), row["errors"], ".", color=colour, alpha=0.4, markersize=4)
+            axes.plot(place, row["rms"], "o", color=colour)
+            axes.plot(place, row["median"], "_", color=INK, markersize=13, markeredgewidth=1.6)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(precisions)), precisions)
+        axes.set_xlim(-0.6, len(precisions) - 0.4)
+        axes.grid(visible=False, axis="x")
+        axes.set_title(label, fontsize=9.5, color=INK)
+    first = panels.flat[0]
+    first.set_ylabel("relative error of the meta-gradient")
+    for path in dict.fromkeys(row["path"] for row in result["rows"]):
+        first.plot([], [], "o", color=_PATHS[path][0], label=f"{path}, root mean square")
+    first.plot([], [], "_", color=INK, markersize=9, markeredgewidth=1.6, label="median")
+    first.plot([], [], ".", color=INK, alpha=0.4, markersize=4, label="one meta-batch")
+    made.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK)
+    _title(made, result, tables.rounding(result).title)
     return made
 
 

@@ -16,6 +16,8 @@ from metanudge.bench.config import BenchConfig
 from metanudge.bench.contender import Contender, choose
 from metanudge.bench.explain import explain
 from metanudge.bench.first_step import first_steps
+from metanudge.bench.rounding import DEFAULT as ROUNDING
+from metanudge.bench.rounding import rounding
 from metanudge.bench.scaling import DEFAULT as SCALING
 from metanudge.bench.scaling import scale
 from metanudge.bench.suite import CONTENDERS, Result, compare
@@ -29,8 +31,10 @@ def run(config: BenchConfig, progress: Progress) -> Iterator[tuple[Path, Result]
     """Every result, and the file it was written to, as they come."""
     _check(config)
     device, cases = choose_device(config.device), find_cases(config.case)
-    default = ("fobmaml-loss",) if config.explain else SCALING if config.scaling else ()
+    default = ("fobmaml-loss",) if config.explain else SCALING if config.scaling else ROUNDING if config.rounding else ()
     contenders = choose(CONTENDERS, config.only or default)
+    if config.rounding:
+        _check_ours(contenders)
     config.out.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     if config.quick and config.threads is None:
@@ -42,7 +46,8 @@ def run(config: BenchConfig, progress: Progress) -> Iterator[tuple[Path, Result]
             with compilation(config.compile):
                 found = list(_measure(case, contenders, config, device, progress))
             for name, result in found:
-                file = config.out / f"{name}-{device.type}-{config.precision}{'-quick' if config.quick else ''}.json"
+                endings = [device.type, *([] if config.rounding else [config.precision]), *(["quick"] if config.quick else [])]
+                file = config.out / f"{'-'.join([name, *endings])}.json"
                 write(file, result)
                 yield file, result
     finally:
@@ -60,6 +65,8 @@ def _measure(
             yield f"{case.name}-explain-{contender.name}", explain(case, contender, config, device)
     elif config.scaling:
         yield f"{case.name}-scaling", scale(case, contenders, config, device, progress)
+    elif config.rounding:
+        yield f"{case.name}-rounding", rounding(case, contenders, config, device, progress)
     else:
         first = _first_steps(case, contenders, config, device, progress) if config.first_step else {}
         result = compare(case, contenders, config, device, progress)
@@ -90,6 +97,8 @@ def show(result: Result) -> list[tables.Table]:
         return tables.explanation(result)
     if result["kind"] == "scaling":
         return [tables.scaling(result)]
+    if result["kind"] == "rounding":
+        return [tables.rounding(result)]
     return [tables.comparison(result), *([tables.first_steps(result)] if "first_step" in result else [])]
 
 
@@ -108,15 +117,33 @@ def read(file: Path) -> Result:
         raise UserError(f"There is no file {file}. metanudge bench writes results to results/bench.") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a result of metanudge bench: {error}") from error
-    if not isinstance(result, dict) or result.get("kind") not in ("compare", "scaling", "explain"):
+    if not isinstance(result, dict) or result.get("kind") not in ("compare", "scaling", "explain", "rounding"):
         raise UserError(f"{file} is not a result of metanudge bench.")
     return result
 
 
 def _check(config: BenchConfig) -> None:
-    counts = {name: getattr(config, name) for name in ("repeats", "warmup", "steps", "tasks", "threads")}
+    counts = {name: getattr(config, name) for name in ("repeats", "warmup", "steps", "tasks", "threads", "batches")}
     for name, number in counts.items():
         if number is not None and number < 1:
             raise UserError(f"--{name} {number} is too small. Use 1 or more.")
-    if config.explain and config.scaling:
-        raise UserError("--explain and --scaling measure different things. Use one at a time.")
+    modes = [f"--{name}" for name in ("explain", "scaling", "rounding") if getattr(config, name)]
+    if len(modes) > 1:
+        raise UserError(f"{' and '.join(modes)} measure different things. Use one at a time.")
+    if config.rounding and config.precision != "fp32":
+        raise UserError(
+            f"--rounding measures every precision of the device, so --precision {config.precision} has no meaning. Leave it out."
+        )
+    if config.batches is not None and not config.rounding:
+        raise UserError(
+            f"--batches {config.batches} counts the meta-batches of --rounding. For more calls of each contender, use --repeats."
+        )
+
+
+def _check_ours(contenders: list[Contender]) -> None:
+    for contender in contenders:
+        if not contender.ours:
+            own = ", ".join(c.name for c in CONTENDERS if c.ours)
+            raise UserError(
+                f"--rounding looks into metanudge's own arithmetic, but {contender.name} is {contender.package}'s. Use {own}."
+            )

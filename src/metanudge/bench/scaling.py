@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,15 @@ _ABOVE_LAUNCHES = 1.5
 
 
 def scale(case: Case, contenders: Sequence[Contender], config: BenchConfig, device: torch.device, progress: Progress) -> Result:
-    """Measure every axis, from small to large, within the time limit."""
+    """Measure every axis within the time limit, in rounds: the smallest value of each, then the next of each, and so on.
+
+    An axis ends where its next value would probably take too long, or where nobody is left: a contender that failed at one value is not
+    tried at a larger one.
+    """
     until = time.monotonic() + config.limit_seconds
     axes = QUICK_AXES if config.quick else AXES
     present = [c for c in contenders if c.absence(device) is None]
+    going, took = dict.fromkeys(axes, present), dict.fromkeys(axes, 0.0)
     workload = workload_of(case, config, device)
     points: list[Result] = []
     notes: list[str] = []
@@ -36,20 +41,24 @@ def scale(case: Case, contenders: Sequence[Contender], config: BenchConfig, devi
     try:
         with precision(config.precision, device):
             peaks = measure_peaks(device, config.precision, quick=config.quick)
-            for axis, values in axes.items():
-                took = 0.0
-                for value in values:
-                    begin = time.monotonic()
-                    if begin + took > until:
-                        notes.append(f"{axis} = {value} and more left out: the limit of {config.limit_seconds:g} s")
-                        progress.note(f"{case.name}: {notes[-1]}")
-                        break
-                    progress.start(f"{axis} = {value}")
-                    points += _measure(case, present, config, device, axis, value, notes)
-                    took = time.monotonic() - begin
-                    progress.finish(f"{axis} = {value}", took)
+            for axis, value in in_rounds(axes):
+                begin = time.monotonic()
+                if not going[axis]:
+                    continue
+                if begin + took[axis] > until:
+                    notes.append(f"{axis} = {value} and more left out: the limit of {config.limit_seconds:g} s")
+                    progress.note(f"{case.name}: {notes[-1]}")
+                    going[axis] = []
+                    continue
+                progress.start(f"{axis} = {value}")
+                rows = _measure(case, going[axis], config, device, axis, value, notes)
+                points += rows
+                going[axis] = [c for c in going[axis] if c.name in {row["name"] for row in rows}]
+                took[axis] = time.monotonic() - begin
+                progress.finish(f"{axis} = {value}", took[axis])
     finally:
         progress.end()
+    points.sort(key=lambda point: list(axes).index(point["axis"]))
     return {
         "kind": "scaling",
         "case": case.name,
@@ -59,6 +68,17 @@ def scale(case: Case, contenders: Sequence[Contender], config: BenchConfig, devi
         "points": points,
         "notes": notes,
     }
+
+
+def in_rounds(axes: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
+    """Axes and values in the order of measurement.
+
+    Example:
+        >>> in_rounds({"tasks": (4, 8, 16), "shots": (1, 2)})
+        [('tasks', 4), ('shots', 1), ('tasks', 8), ('shots', 2), ('tasks', 16)]
+    """
+    rounds = range(max(map(len, axes.values())))
+    return [(axis, values[number]) for number in rounds for axis, values in axes.items() if number < len(values)]
 
 
 def _measure(

@@ -58,7 +58,7 @@ def compare(case: Case, contenders: Sequence[Contender], config: BenchConfig, de
                 try:
                     entrants.append(enter(contender, workload, config))
                 except Exception as error:  # whatever a foreign package raises; a rival that fails is a result
-                    failed.append({**_names(contender), "error": f"{type(error).__name__}: {_first_line(error)}"})
+                    failed.append({**names(contender), "error": describe(error)})
                     progress.note(f"{case.name}: {contender.name} failed. {failed[-1]['error']}")
                     clear(device)
                 progress.finish(f"{contender.name}, warm-up", time.monotonic() - begin)
@@ -73,7 +73,7 @@ def compare(case: Case, contenders: Sequence[Contender], config: BenchConfig, de
         **context(workload, config, device, peaks),
         "rows": [row(entrant, times[entrant.contender.name], model, peaks) for entrant in entrants],
         "failed": failed,
-        "absent": [{**_names(c), "reason": reason} for c in contenders if (reason := c.absence(device)) is not None],
+        "absent": [{**names(c), "reason": reason} for c in contenders if (reason := c.absence(device)) is not None],
     }
 
 
@@ -127,7 +127,7 @@ def row(entrant: Entrant, times: Times, model: CostModel, peaks: Peaks) -> Resul
     work = entrant.prepared.work()
     cost = model.total(work, peaks)
     return {
-        **_names(entrant.contender),
+        **names(entrant.contender),
         "engine": entrant.prepared.engine(),
         "seconds": times.describe(),
         "warmup_s": entrant.warmup,
@@ -142,18 +142,23 @@ def row(entrant: Entrant, times: Times, model: CostModel, peaks: Peaks) -> Resul
     }
 
 
-def context(workload: Workload, config: BenchConfig, device: torch.device, peaks: Peaks) -> Result:
+# Options that say what to do, not how it is measured.
+_NO_SETTINGS = ("draw", "out", "explain", "scaling", "rounding", "batches")
+
+
+def context(workload: Workload, config: BenchConfig, device: torch.device, peaks: Peaks | None = None) -> Result:
     """Where and how it was measured, as JSON values."""
-    settings = {name: _json(value) for name, value in asdict(config).items() if name not in ("draw", "out", "explain", "scaling")}
+    settings = {name: _json(value) for name, value in asdict(config).items() if name not in _NO_SETTINGS}
     return {
         "provenance": {**provenance(device), "packages": _versions(), "load": _load(), "openmp": _openmp()},
         "config": settings,
         "workload": workload.describe(),
-        "peaks": peaks.describe(),
+        **({} if peaks is None else {"peaks": peaks.describe()}),
     }
 
 
-def _names(contender: Contender) -> Result:
+def names(contender: Contender) -> Result:
+    """Whose numbers these are, as JSON values."""
     return {"name": contender.name, "label": contender.label, "package": contender.package, "method": contender.method}
 
 
@@ -186,5 +191,6 @@ def clear(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")[:300]
+def describe(error: Exception) -> str:
+    """Its kind and the first line of what it says."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"

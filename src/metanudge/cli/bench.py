@@ -23,6 +23,7 @@ examples:
   metanudge bench --case omniglot --only 'fobmaml*' '*maml'    some of them
   metanudge bench --case omniglot --explain --only maml        where the time of a meta-step goes
   metanudge bench --case mnist1d --scaling                     against tasks, steps and shots
+  metanudge bench --case omniglot --rounding                   what fp32, TF32 and bf16 do to the meta-gradient
   metanudge bench --draw results/bench/omniglot-cuda-tf32.json
   python -m metanudge.bench --device cuda                      the same where only torch and numpy are installed
   pip install 'metanudge[rivals]'                              the other libraries
