@@ -1,4 +1,4 @@
-"""The trunk on a CUDA device, in Triton kernels (see `kernels.py`).
+"""The trunk on a CUDA device, in Triton kernels (see `kernels` and `first_kernels`).
 
 What it leaves out makes it fast: the first layer's full-size activations are never written (its statistics follow from moments of the
 data, its outputs are cheap to make again), every other full-size activation is written once and read by fused kernels only.
@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from metanudge.engines.trunk import kernels
+from metanudge.engines.trunk import first_kernels, kernels
 from metanudge.engines.trunk.interface import BlockPlaces, BlockWeights
 from metanudge.engines.trunk.match import Block
 
@@ -154,7 +154,7 @@ class CUDATrunk:
         rows, width = weight.shape[0], _width(shape.co)
         columns = triton.cdiv(shape.co, width)
         coefficients = weight.new_empty((rows, 2, shape.co))
-        kernels.first_normalisation[(rows, columns)](
+        first_kernels.first_normalisation[(rows, columns)](
             weight, gamma, beta, prepared.means, prepared.covariance, coefficients,
             len(prepared.images), weight.stride(0), gamma.stride(0), beta.stride(0), shape.eps,
             CO=shape.co, FEATURES=shape.ci * shape.taps, BLOCK_F=_features(shape), BLOCK_N=width, num_warps=4,
@@ -162,7 +162,7 @@ class CUDATrunk:
         out = weight.new_empty((rows, shape.examples, *shape.pooled, shape.co), dtype=dtype)
         pick = weight.new_empty(out.shape, dtype=torch.uint8)
         tiles, share = _shares(shape.entries, 64, rows * columns)
-        kernels.first_forward[(tiles, rows, columns)](
+        first_kernels.first_forward[(tiles, rows, columns)](
             prepared.images, weight, coefficients, out, pick, len(prepared.images), weight.stride(0), shape.entries, share,
             *shape.before, *shape.pooled, CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1],
             PAD_H=shape.padding[0], PAD_W=shape.padding[1], PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision,
@@ -178,7 +178,7 @@ class CUDATrunk:
         tiles, share = _shares(shape.entries, 64, rows * columns, programs=2 * _ENOUGH_PROGRAMS)
         sums = weight.new_empty((rows, tiles, _features(shape), shape.co))
         ones = weight.new_empty((rows, tiles, shape.co))
-        kernels.first_sums_backward[(tiles, rows, columns)](
+        first_kernels.first_sums_backward[(tiles, rows, columns)](
             prepared.images, pick, dy, sums, ones, tasks, shape.entries, tiles, share,
             *shape.before, *shape.pooled, CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1],
             PAD_H=shape.padding[0], PAD_W=shape.padding[1], PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision,
@@ -186,7 +186,7 @@ class CUDATrunk:
         )  # fmt: skip
         dense = found.weight[0].is_contiguous()
         dweight = found.weight if dense else torch.empty_like(found.weight, memory_format=torch.contiguous_format)
-        kernels.first_backward[(rows, columns)](
+        first_kernels.first_backward[(rows, columns)](
             sums, ones, weight, gamma, beta, prepared.means, prepared.covariance, dweight, found.gamma, found.beta, found.bias,
             tasks, tiles, weight.stride(0), gamma.stride(0), beta.stride(0),
             dweight.stride(0), found.gamma.stride(0), found.beta.stride(0), found.bias.stride(0), shape.eps,
@@ -373,7 +373,7 @@ def _moments(images: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
     tiles, share = _shares(shape.pixels, 64, tasks, programs=16 * _ENOUGH_PROGRAMS)
     centre = images.flatten(1).mean(1)
     parts = images.new_empty((tasks, tiles, block, block))
-    kernels.patch_moments[(tiles, tasks)](
+    first_kernels.patch_moments[(tiles, tasks)](
         images, centre, parts, shape.pixels, tiles, share, *shape.before, *shape.after,
         CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
         BLOCK_F=block, BLOCK_P=64, num_warps=1,
