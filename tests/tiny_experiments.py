@@ -15,7 +15,7 @@ TINY: dict[str, dict[str, Any]] = {
     "auto-nu": {"steps": (2,), "problems": ("quadratic", "relu"), "tasks": 1},
     "bias-rates": {"nus": (0.01, 0.02), "multiples": (1.0, 2.0, 4.0), "deltas": 2, "steps": (2, 4), "problems": ("logistic regression",)},
     "complexity": {"conditions": (4.0, 9.0), "most_steps": 8, "dim": 3, "memory_steps": (1, 2), "memory_examples": (5, 10)},
-    "convergence": {"steps": 3, "rates": (0.1, 1.0), "dim": 2, "tasks": 2, "floor_nus": (0.1,), "floor_steps": 1},
+    "convergence": {"steps": 3, "rates": (0.1, 1.0), "dim": 2, "tasks": 2, "floor_nus": (0.1,), "floor_steps": 1, "radii": (1.0,)},
     "gradient-quality": {"steps": (1, 3), "lams": (0.2,), "seeds": 1, "tasks": 1, "dim": 4},
     "lambda-effect": {"lams": (0.5, 10.0), "meta_steps": 1, "inner_steps": 5, "dim": 4, "tasks": 1},
     "memory-cnn": {"channels": (2,), "steps": 1, "shots": (2, 1), "queries": 2, "image_size": 16},

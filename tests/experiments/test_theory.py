@@ -16,7 +16,7 @@ from metanudge.experiments import quadratics as q
 from metanudge.experiments.base import Measured, Result, Row
 from metanudge.experiments.inexact import OffBy
 from metanudge.experiments.meta_objectives import MetaObjective, Regression, Rippled
-from metanudge.experiments.meta_optimizers import OPTIMIZERS, first_below, mean_of_last, run
+from metanudge.experiments.meta_optimizers import OPTIMIZERS, fastest, first_below, lowest_end, mean_of_last, run
 from metanudge.experiments.problems import displacements, landscape, logistic_regression, relative_error, small_conv_net
 from metanudge.experiments.smoothness import envelope, smoothness
 
@@ -93,13 +93,18 @@ class Parabola(MetaObjective):
 
 
 def test_runs_record_the_gradients_norm() -> None:
-    assert run(Parabola(), OPTIMIZERS["GD"], 0.5, steps=2, decaying=False, seed=None) == pytest.approx([5.0, 2.5, 1.25])
-    assert run(Parabola(), OPTIMIZERS["GD"], 0.5, steps=2, decaying=True, seed=None) == pytest.approx([5.0, 2.5, 2.5 * 0.75])
-    assert run(Parabola(), OPTIMIZERS["ClippedGD"], 0.5, steps=1, decaying=False, seed=0) == pytest.approx([5.0, 4.5])
-    away = run(Parabola(), OPTIMIZERS["GD"], 1e9, steps=50, decaying=False, seed=None)
+    assert run(Parabola(), OPTIMIZERS["GD"], 0.5, steps=2, horizon=None, seed=None) == pytest.approx([5.0, 2.5, 1.25])
+    assert run(Parabola(), OPTIMIZERS["GD"], 0.5, steps=2, horizon=2, seed=None) == pytest.approx([5.0, 2.5, 2.5 * 0.75])
+    assert run(Parabola(), OPTIMIZERS["GD"], 0.5, steps=4, horizon=1, seed=None) == pytest.approx([5.0, 2.5, 2.5, 2.5, 2.5])
+    assert run(Parabola(), OPTIMIZERS["ClippedGD"], 0.5, steps=1, horizon=None, seed=0) == pytest.approx([5.0, 4.5])
+    away = run(Parabola(), OPTIMIZERS["GD"], 1e9, steps=50, horizon=None, seed=None)
     assert len(away) < 50, "a run that overflows ends early"
     assert math.isnan(mean_of_last(away, 50))
     assert first_below([5.0, 2.5, 1.25], 2.5) == 1
+    assert fastest(Parabola(), OPTIMIZERS["GD"], rates=(0.5, 0.9), steps=5, epsilon=0.1) == 2, "5 → 0.5 → 0.05 at a rate of 0.9"
+    assert fastest(Parabola(), OPTIMIZERS["GD"], rates=(0.1,), steps=5, epsilon=0.1) is None
+    assert lowest_end(Parabola(), OPTIMIZERS["GD"], rates=(0.1, 0.5), steps=2, seed=0) == pytest.approx(2.5 * 0.75)
+    assert lowest_end(Parabola(), OPTIMIZERS["GD"], rates=(1e9,), steps=50, seed=0) == math.inf
 
 
 def test_the_proofs_step_on_a_parabola() -> None:
@@ -157,6 +162,17 @@ def test_precision_is_how_far_the_steps_get() -> None:
     reached = displacements(learner, problem.tasks, learner.solver)
     solved = displacements(learner, problem.tasks, mn.NewtonCG(steps=5, cg_steps=20, tol=1e-13))
     assert nu_sensitivity.precision(problem, 7) == pytest.approx(float((reached - solved).norm(dim=1).mean()), rel=1e-9)
+
+
+def test_float32_rounds_where_the_nudge_is_small() -> None:
+    config = dataclasses.replace(nu_sensitivity.Config.quick(), nus=(1e-5, 0.1), steps=(20,), dim=5, tasks=2)
+    errors = {}
+    for name in (nu_sensitivity.QUADRATIC, nu_sensitivity.SINGLE):
+        rows = nu_sensitivity.measure({"problem": name, "nudge": "loss", "seed": 0}, config, CPU)
+        errors[name] = [row["error_steps"] for row in rows if row["kind"] == "grid"]
+    (fine, biased), (rounded, same) = errors.values()
+    assert rounded > 1e-4 > 1e-8 > fine
+    assert same == pytest.approx(biased, rel=1e-2)
 
 
 def test_the_landscape_of_a_quadratic() -> None:
@@ -299,7 +315,7 @@ def test_the_verdict_on_convergence_needs_the_faster_optimizer_to_arrive() -> No
         cells: list[tuple[dict[str, Any], list[Row]]] = []
         for name in config.optimizers:
             for sampled in (False, True):
-                reached = {"GD": None, "SNGDM": None}.get(name, clipped)
+                reached = None if name == "GD" else clipped
                 row: Row = {
                     "kind": "run",
                     "rate": 1.0,

@@ -26,11 +26,26 @@ OPTIMIZERS: dict[str, Make] = {
     SNGDM: lambda parameters, rate: optim.SNGDM(parameters, lr=rate),
     ADAM: lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
 }
-SCHEDULES = ("constant", "decaying")
+MEMORIES: dict[str, dict[str, Make]] = {
+    SNGDM: {
+        "momentum 0.5": lambda parameters, rate: optim.SNGDM(parameters, lr=rate, momentum=0.5),
+        "no momentum": lambda parameters, rate: optim.SNGDM(parameters, lr=rate, momentum=0.0),
+    },
+    ADAM: {
+        "β = (0.9, 0.9)": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.9)),
+        "β = (0.5, 0.5)": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate, betas=(0.5, 0.5)),
+    },
+}
+"""The optimizers whose averages remember past gradients, with shorter memories."""
+SCHEDULES = {"constant": None, "decaying": 1.0, "decaying in a third": 1 / 3, "decaying in a tenth": 1 / 10}
+"""Name of a schedule → in which share of the steps the step size falls to 0, linearly."""
 
 
-def run(objective: MetaObjective, make: Make, rate: float, *, steps: int, decaying: bool, seed: int | None) -> list[float]:
-    """‖∇F(θ)‖ before each step and at the end; with a seed each step sees one task drawn at random. Ends early where it overflows."""
+def run(objective: MetaObjective, make: Make, rate: float, *, steps: int, horizon: int | None, seed: int | None) -> list[float]:
+    """‖∇F(θ)‖ before each step and at the end, or until it overflows; with a seed each step sees one task drawn at random.
+
+    The step size falls linearly to 0 within `horizon` steps, after which θ stands still; None keeps it constant.
+    """
     theta = objective.start.clone().requires_grad_()
     optimizer = make([theta], rate)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -41,8 +56,10 @@ def run(objective: MetaObjective, make: Make, rate: float, *, steps: int, decayi
         norms.append(float(mean.norm()))
         if step == steps or not norms[-1] < 1e12:
             break
-        if decaying:
-            optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
+        if horizon is not None:
+            if step >= horizon:
+                return [*norms, *norms[-1:] * (steps - step)]
+            optimizer.param_groups[0]["lr"] = rate * (1 - step / horizon)
         task = None if generator is None else int(torch.randint(objective.tasks, (), generator=generator))
         theta.grad = mean if task is None else gradients[task]
         optimizer.step()
@@ -55,8 +72,9 @@ def tuned(
     """A row for each step size and schedule, and the curve of the best; `sampled` is the seed of sampled tasks, None for all tasks."""
     rows: list[Row] = []
     best: tuple[tuple[float, float], list[float]] | None = None
-    for rate, schedule in itertools.product(rates, SCHEDULES):
-        norms = run(objective, OPTIMIZERS[optimizer], rate, steps=steps, decaying=schedule == "decaying", seed=sampled)
+    for rate, (schedule, share) in itertools.product(rates, SCHEDULES.items()):
+        horizon = None if share is None else max(1, round(share * steps))
+        norms = run(objective, OPTIMIZERS[optimizer], rate, steps=steps, horizon=horizon, seed=sampled)
         reached, last = first_below(norms, epsilon), mean_of_last(norms, steps)
         rows.append({"kind": "run", "rate": rate, "schedule": schedule, "reached": reached, "last": last})
         score = (math.inf if reached is None or sampled is not None else reached, last if math.isfinite(last) else math.inf)
@@ -65,6 +83,21 @@ def tuned(
     assert best is not None
     kept = [0, *drawn(steps)]
     return [*rows, *({"kind": "curve", "step": k, "norm": float(f"{best[1][k]:.5g}")} for k in kept if k < len(best[1]))]
+
+
+def fastest(objective: MetaObjective, make: Make, *, rates: Sequence[float], steps: int, epsilon: float) -> int | None:
+    """The fewest steps to ε, all tasks every step, over the grid and the schedules; None where none arrives."""
+    found = []
+    for rate, share in itertools.product(rates, SCHEDULES.values()):
+        horizon = None if share is None else max(1, round(share * steps))
+        found.append(first_below(run(objective, make, rate, steps=steps, horizon=horizon, seed=None), epsilon))
+    return min((count for count in found if count is not None), default=None)
+
+
+def lowest_end(objective: MetaObjective, make: Make, *, rates: Sequence[float], steps: int, seed: int) -> float:
+    """The lowest ‖∇F‖ at the end over the grid, one task a step, decaying step sizes; infinite where every run overflows."""
+    ends = (mean_of_last(run(objective, make, rate, steps=steps, horizon=steps, seed=seed), steps) for rate in rates)
+    return min((end for end in ends if math.isfinite(end)), default=math.inf)
 
 
 def first_below(norms: Sequence[float], epsilon: float) -> int | None:
@@ -103,7 +136,7 @@ class Best:
 
 
 def best(result: Result[Any], problem: str, optimizer: str, *, sampled: bool) -> Best | None:
-    """Of the same grid and both schedules for everyone: fewest steps to ε; where tasks are sampled, the lowest ‖∇F‖ at the end."""
+    """Of the same grid and the same schedules for everyone: fewest steps to ε; where tasks are sampled, the lowest ‖∇F‖ at the end."""
     chosen = []
     rates = result.config.rates
     for seed in result.distinct("seed"):

@@ -139,7 +139,22 @@ def memory_exponent(result: Result[Any], method: str, key: str) -> float:
     return _slope([row[key] for row in rows], [row["memory"] for row in rows])
 
 
-def memory(result: Result[Any], method: str) -> float:
-    """At the most steps, in copies of θ; NaN where it was not measured."""
+def memory(result: Result[Any], method: str, steps: float = math.inf) -> float:
+    """In copies of θ at a number of steps, between those measured on a straight line, beyond them as at the last; NaN if not measured.
+
+    Example:
+        >>> from metanudge.experiments.base import Measured
+        >>> rows = [{"steps": k, "examples": 50, "memory": 3.0 + k} for k in (2, 4)]
+        >>> result = Result("x", "quick", None, [Measured({"what": MEMORY, "method": "MAML"}, rows, 0.1, 0)])
+        >>> memory(result, "MAML", 3), memory(result, "MAML")
+        (6.0, 7.0)
+    """
     rows = result.rows(what=MEMORY, method=method)
-    return max((row for row in rows), key=lambda row: (row["steps"], -row["examples"]))["memory"] if rows else math.nan
+    rows = sorted((row for row in rows if row["examples"] == min(r["examples"] for r in rows)), key=lambda row: int(row["steps"]))
+    if not rows:
+        return math.nan
+    after = next((place for place, row in enumerate(rows) if row["steps"] >= steps), len(rows))
+    if after in (0, len(rows)):
+        return float(rows[0 if after == 0 else -1]["memory"])
+    (x, low), (y, high) = ((row["steps"], row["memory"]) for row in rows[after - 1 : after + 1])
+    return float(low + (high - low) * (steps - x) / (y - x))
