@@ -215,7 +215,7 @@ def test_the_verdict_on_the_defaults_follows_the_rows() -> None:
 def test_the_default_is_the_library_s() -> None:
     assert Variant.default().estimator == mn.FOBMAML()
     assert Variant("gradient", "shifted", "tangent", "").estimator == mn.FOBMAML(nudge="gradient", start="shifted", stencil="tangent")
-    assert len(all_variants(ablation.Config().options)) == 2 * 3 * (3 * 4 + 1)
+    assert len(all_variants(ablation.Config().options)) == 2 * 3 * (3 * 5 + 1)
 
 
 def test_errors_are_measured_against_the_right_targets() -> None:

@@ -186,4 +186,4 @@ def test_the_bare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["nonsense-quality", "--out", str(tmp_path)]) == 2
     assert "Did you mean 'gradient-quality'" in capsys.readouterr().err
     assert main(["gradient-quality", "--quick", "--out", str(tmp_path), "--device", "cpu", "--limit-seconds", "-1"]) == 0
-    assert "44 cells missing" in capsys.readouterr().out
+    assert "48 cells missing" in capsys.readouterr().out
