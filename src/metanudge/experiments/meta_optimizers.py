@@ -39,6 +39,8 @@ MEMORIES: dict[str, dict[str, Make]] = {
 """The optimizers whose averages remember past gradients, with shorter memories."""
 SCHEDULES = {"constant": None, "decaying": 1.0, "decaying in a third": 1 / 3, "decaying in a tenth": 1 / 10}
 """Name of a schedule → in which share of the steps the step size falls to 0, linearly."""
+FINER = tuple(10 ** (k / 12) for k in range(-4, 5) if k)
+"""Factors to the best step size of the grid that are tried as well."""
 
 
 def run(objective: MetaObjective, make: Make, rate: float, *, steps: int, horizon: int | None, seed: int | None) -> list[float]:
@@ -66,38 +68,59 @@ def run(objective: MetaObjective, make: Make, rate: float, *, steps: int, horizo
     return norms
 
 
+def search(score: Callable[[float, str], tuple[float, ...]], rates: Sequence[float], schedules: Sequence[str]) -> tuple[float, ...]:
+    """The lowest score over the grid of step sizes and schedules, and then over finer step sizes around the best."""
+    scores = {(rate, schedule): score(rate, schedule) for rate, schedule in itertools.product(rates, schedules)}
+    rate, schedule = min(scores, key=lambda tried: scores[tried])
+    return min(*scores.values(), *(score(rate * factor, schedule) for factor in FINER))
+
+
+def horizon_of(schedule: str, steps: int) -> int | None:
+    """The steps within which a schedule falls to 0."""
+    share = SCHEDULES[schedule]
+    return None if share is None else max(1, round(share * steps))
+
+
 def tuned(
     objective: MetaObjective, optimizer: str, *, rates: Sequence[float], steps: int, epsilon: float, sampled: int | None
 ) -> list[Row]:
     """A row for each step size and schedule, and the curve of the best; `sampled` is the seed of sampled tasks, None for all tasks."""
     rows: list[Row] = []
-    best: tuple[tuple[float, float], list[float]] | None = None
-    for rate, (schedule, share) in itertools.product(rates, SCHEDULES.items()):
-        horizon = None if share is None else max(1, round(share * steps))
-        norms = run(objective, OPTIMIZERS[optimizer], rate, steps=steps, horizon=horizon, seed=sampled)
+    curves: dict[tuple[float, ...], list[float]] = {}
+
+    def score(rate: float, schedule: str) -> tuple[float, ...]:
+        norms = run(objective, OPTIMIZERS[optimizer], rate, steps=steps, horizon=horizon_of(schedule, steps), seed=sampled)
         reached, last = first_below(norms, epsilon), mean_of_last(norms, steps)
         rows.append({"kind": "run", "rate": rate, "schedule": schedule, "reached": reached, "last": last})
-        score = (math.inf if reached is None or sampled is not None else reached, last if math.isfinite(last) else math.inf)
-        if best is None or score < best[0]:
-            best = score, norms
-    assert best is not None
+        found = (math.inf if reached is None or sampled is not None else reached, last if math.isfinite(last) else math.inf)
+        curves.setdefault(found, norms)
+        return found
+
+    norms = curves[search(score, rates, tuple(SCHEDULES))]
     kept = [0, *drawn(steps)]
-    return [*rows, *({"kind": "curve", "step": k, "norm": float(f"{best[1][k]:.5g}")} for k in kept if k < len(best[1]))]
+    return [*rows, *({"kind": "curve", "step": k, "norm": float(f"{norms[k]:.5g}")} for k in kept if k < len(norms))]
 
 
 def fastest(objective: MetaObjective, make: Make, *, rates: Sequence[float], steps: int, epsilon: float) -> int | None:
-    """The fewest steps to ε, all tasks every step, over the grid and the schedules; None where none arrives."""
-    found = []
-    for rate, share in itertools.product(rates, SCHEDULES.values()):
-        horizon = None if share is None else max(1, round(share * steps))
-        found.append(first_below(run(objective, make, rate, steps=steps, horizon=horizon, seed=None), epsilon))
-    return min((count for count in found if count is not None), default=None)
+    """The fewest steps to ε, all tasks every step; None where no run arrives."""
+
+    def score(rate: float, schedule: str) -> tuple[float, ...]:
+        norms = run(objective, make, rate, steps=steps, horizon=horizon_of(schedule, steps), seed=None)
+        reached, last = first_below(norms, epsilon), mean_of_last(norms, steps)
+        return (math.inf if reached is None else reached, last if math.isfinite(last) else math.inf)
+
+    reached = search(score, rates, tuple(SCHEDULES))[0]
+    return int(reached) if math.isfinite(reached) else None
 
 
 def lowest_end(objective: MetaObjective, make: Make, *, rates: Sequence[float], steps: int, seed: int) -> float:
-    """The lowest ‖∇F‖ at the end over the grid, one task a step, decaying step sizes; infinite where every run overflows."""
-    ends = (mean_of_last(run(objective, make, rate, steps=steps, horizon=steps, seed=seed), steps) for rate in rates)
-    return min((end for end in ends if math.isfinite(end)), default=math.inf)
+    """The lowest ‖∇F‖ at the end, one task a step, step sizes that decay to the end; infinite where every run overflows."""
+
+    def score(rate: float, schedule: str) -> tuple[float, ...]:
+        end = mean_of_last(run(objective, make, rate, steps=steps, horizon=horizon_of(schedule, steps), seed=seed), steps)
+        return (end if math.isfinite(end) else math.inf,)
+
+    return search(score, rates, ("decaying",))[0]
 
 
 def first_below(norms: Sequence[float], epsilon: float) -> int | None:
@@ -126,7 +149,7 @@ class Best:
         reached: steps to ε; infinite where it was not reached.
         last: mean ‖∇F‖ over the last tenth of the steps.
         rate: the step size.
-        edge: whether it lies at an end of the grid.
+        edge: whether it lies at an end of the grid or beyond.
     """
 
     reached: float
@@ -147,7 +170,7 @@ def best(result: Result[Any], problem: str, optimizer: str, *, sampled: bool) ->
     if not chosen:
         return None
     reached, last, rate = (Spread.of([_number(row[key]) for row in chosen]).median for key in ("reached", "last", "rate"))
-    return Best(reached, last, rate, edge=any(row["rate"] in (rates[0], rates[-1]) for row in chosen))
+    return Best(reached, last, rate, edge=any(not rates[0] < row["rate"] < rates[-1] for row in chosen))
 
 
 def _number(value: float | None) -> float:

@@ -37,7 +37,7 @@ def short(value: float) -> str:
     """
     if not math.isfinite(value):
         return "diverged"
-    if 100 <= abs(value) < 10_000:
+    if 100 <= abs(value) < 1_000_000:
         return f"{float(f'{value:.2g}'):.0f}"
     return f"{value:.2g}" if value == 0 or abs(value) >= 0.01 else f"{value:.1e}".replace("e-0", "e-")
 
