@@ -52,6 +52,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
+from metanudge.experiments.spread import sentence
+
 if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
@@ -96,6 +98,20 @@ class Verdict:
 
     def __post_init__(self) -> None:
         assert self.status in STATUSES, self.status
+
+    @classmethod
+    def of(cls, statements: Sequence[tuple[bool, str, str]], measured: str) -> Verdict:
+        """From statements: whether each holds, and the words for it where it does and where it does not.
+
+        Example:
+            >>> Verdict.of([(True, "a falls", "a rises"), (False, "b falls", "b rises")], "").reason
+            'A falls. But b rises.'
+        """
+        right = [words for holds, words, _ in statements if holds]
+        wrong = [words for holds, _, words in statements if not holds]
+        if right and wrong:
+            return cls("partly", measured, f"{sentence(*right)} {sentence('but ' + wrong[0], *wrong[1:])}")
+        return cls("not" if wrong else "reproduced", measured, sentence(*(wrong or right)))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from metanudge.experiments.base import Cell, Drawing, Experiment, Result, Row, S
 from metanudge.experiments.complexity_figures import costs
 from metanudge.experiments.problems import Setup, classification_tasks, relative_error, seeded
 from metanudge.experiments.spending import GD, MEMORY, NESTEROV, NEVER, PRECISION, exponents, kappa, memory, memory_exponent, reach
-from metanudge.experiments.spread import sentence, short
+from metanudge.experiments.spread import short
 from metanudge.solvers import Solver
 from metanudge.tasks import Quadratic
 
@@ -215,15 +215,7 @@ def _power(value: float, theory: str) -> Shown:
 
 def judge(result: Result[Config]) -> Verdict:
     """Table 1, column by column."""
-    statements = [*_compute(result), *_space(result), *_bias(result)]
-    right = [words for holds, words, _ in statements if holds]
-    wrong = [words for holds, _, words in statements if not holds]
-    measured = _measured(result)
-    if not wrong:
-        return Verdict("reproduced", measured, sentence(*right))
-    if not right:
-        return Verdict("not", measured, sentence(*wrong))
-    return Verdict("partly", measured, f"{sentence(*right)} {sentence('but ' + wrong[0], *wrong[1:])}")
+    return Verdict.of([*_compute(result), *_space(result), *_bias(result)], _measured(result))
 
 
 def _compute(result: Result[Config]) -> list[tuple[bool, str, str]]:

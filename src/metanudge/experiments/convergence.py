@@ -32,7 +32,7 @@ from metanudge.experiments.meta_optimizers import (
 )
 from metanudge.experiments.problems import log_slope
 from metanudge.experiments.smoothness import CONSTANTS, PAIRS, PATH, PROOF, smoothness
-from metanudge.experiments.spread import Spread, sentence, short
+from metanudge.experiments.spread import Spread, short
 
 EXPONENTIAL, QUARTIC, RIPPLED, LINEAR = PROBLEMS = ("exponential", "quartic", "rippled", "linear")
 GROWING = (EXPONENTIAL, QUARTIC)
@@ -198,15 +198,7 @@ def _shown(found: Best | None, key: str, result: Result[Config]) -> tuple[Shown,
 
 def judge(result: Result[Config]) -> Verdict:
     """The theorems on the growing problems, the proof's own step, the bias that is left; and Proposition 3 as it is stated."""
-    statements = [*_theorems(result), *_proposition(result)]
-    right = [words for holds, words, _ in statements if holds]
-    wrong = [words for holds, _, words in statements if not holds]
-    measured = _measured(result)
-    if not wrong:
-        return Verdict("reproduced", measured, sentence(*right))
-    if not right:
-        return Verdict("not", measured, sentence(*wrong))
-    return Verdict("partly", measured, f"{sentence(*right)} {sentence('but ' + wrong[0], *wrong[1:])}")
+    return Verdict.of([*_theorems(result), *_proposition(result)], _measured(result))
 
 
 def _theorems(result: Result[Config]) -> list[tuple[bool, str, str]]:

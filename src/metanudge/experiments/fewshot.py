@@ -118,9 +118,11 @@ def _stream(source: Episodes, recipe: Recipe) -> Iterator[TaskBatch]:
         yield from source.batches(size=recipe.tasks, count=recipe.iterations)
         return
     ahead, size = Ahead(source), recipe.tasks
-    for step in range(recipe.iterations):
-        yield ahead.batch(range(step * size, (step + 1) * size), then=range((step + 1) * size, (step + 2) * size))
-    ahead.close()
+    try:
+        for step in range(recipe.iterations):
+            yield ahead.batch(range(step * size, (step + 1) * size), then=range((step + 1) * size, (step + 2) * size))
+    finally:  # also where training diverges and nobody asks for the rest
+        ahead.close()
 
 
 def accuracies(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int, *, steps: int | None = None) -> Tensor:
