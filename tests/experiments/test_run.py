@@ -46,10 +46,13 @@ def test_quick_and_full_lie_apart(tmp_path: Path) -> None:
     assert [result.mode for result in store.find(toy(), tmp_path)] == ["full", "quick"]
 
 
-def test_a_complete_quick_result_is_shown_before_an_unfinished_full_one(tmp_path: Path) -> None:
-    run(toy(), Options(mode="full", folder=tmp_path, device="cpu", pattern="seed=0"))
+@pytest.mark.parametrize(("seeds", "order"), [("0", ["quick", "full"]), ("[01]", ["full", "quick"])])
+def test_a_full_result_is_shown_first_once_half_of_it_is_there(tmp_path: Path, seeds: str, order: list[str]) -> None:
+    run(toy(), Options(mode="full", folder=tmp_path, device="cpu", pattern=f"*seed={seeds}"))
     run(toy(), Options(mode="quick", folder=tmp_path, device="cpu"))
-    assert [(result.mode, result.complete) for result in store.find(toy(), tmp_path)] == [("quick", True), ("full", False)]
+    found = store.find(toy(), tmp_path)
+    assert [result.mode for result in found] == order
+    assert {result.mode: result.complete for result in found} == {"quick": True, "full": False}
 
 
 def test_an_interrupted_measurement_is_resumed(options: Options) -> None:

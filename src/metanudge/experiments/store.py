@@ -71,9 +71,11 @@ def read(experiment: Experiment[Any], file: Path) -> Result[Any]:
 
 
 def find(experiment: Experiment[Any], folder: Path) -> list[Result[Any]]:
-    """The results of an experiment in a folder, the one to show first: complete before unfinished, full before quick."""
+    """The results of an experiment in a folder, the one to show first: full before quick, where at least half of it is there."""
     files = [result_file(folder, experiment.name, mode) for mode in MODES]
-    return sorted((read(experiment, file) for file in files if file.is_file()), key=lambda result: not result.complete)
+    return sorted(
+        (read(experiment, file) for file in files if file.is_file()), key=lambda result: len(result.missing) > len(result.measured)
+    )
 
 
 def changes(experiment: Experiment[Any], file: Path, config: Any) -> list[str]:
