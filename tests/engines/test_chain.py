@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import metanudge as mn
+from metanudge.engines import Cost, StackedEngine
 from metanudge.engines.chain import Chain, _Halve
 
 ROWS = 4
@@ -48,6 +50,7 @@ def tied():
 
 MODELS = (conv_1d, conv_2d, perceptron, batchnorm_without_channels, odds_and_ends, tied)
 ESTIMATORS = (mn.FOBMAML(), mn.FOBMAML(nudge="gradient", start="solution"), mn.FOMAML(), mn.Reptile())
+SECOND_ORDER = (mn.MAML(), mn.MAML(truncate=2), mn.MAML(truncate=0), mn.IMAML(cg_steps=3), mn.FOBMAML(stencil="tangent"))
 
 
 def problem(make, training=True):
@@ -59,8 +62,8 @@ def problem(make, training=True):
     return model.double().train(training), mn.TaskBatch((x, y), (xq, yq))
 
 
-def result(model, tasks, estimator, **options):
-    solver = mn.GradientDescent(lr=0.05, steps=3, batch_size=5)
+def result(model, tasks, estimator, solver=mn.GradientDescent, **options):
+    solver = solver(lr=0.05, steps=3, batch_size=5)
     learner = mn.MetaLearner(model, nn.functional.cross_entropy, solver=solver, estimator=estimator, **options)
     gradient, stats = learner.meta_gradient(tasks, seed=3)
     return torch.cat([g.flatten() for g in gradient.values()]), stats
@@ -83,6 +86,48 @@ def test_equals_the_general_path_and_the_module_itself(make, estimator, training
     assert stats.query_loss == pytest.approx(general_stats.query_loss, rel=1e-12)
     assert stats.support_gradients == general_stats.support_gradients
     assert all(torch.equal(b, kept) for b, kept in zip(model.buffers(), buffers, strict=True))
+
+
+@pytest.mark.parametrize("solver", [mn.GradientDescent, mn.Nesterov], ids=lambda solver: solver.__name__)
+@pytest.mark.parametrize("estimator", SECOND_ORDER, ids=str)
+@pytest.mark.parametrize("make", MODELS)
+def test_second_derivatives_equal_those_of_the_general_path(make, estimator, solver, monkeypatch):
+    model, tasks = problem(make)
+    folded, stats = result(model, tasks, estimator, solver, engine="stacked")
+    monkeypatch.setattr(Chain, "of", lambda problem: None)
+    general, general_stats = result(model, tasks, estimator, solver, engine="stacked")
+    assert float((folded - general).norm()) <= 1e-11 * float(general.norm())
+    for key in ("query_loss", "residual_start", "residual", "delta", "support_gradients", "query_gradients", "hessian_products"):
+        assert getattr(stats, key) == pytest.approx(getattr(general_stats, key), rel=1e-11), key
+
+
+@pytest.mark.parametrize("nudged", [False, True], ids=["plain", "nudged"])
+def test_hessian_products_are_those_of_the_general_path(nudged, monkeypatch):
+    model, tasks = problem(conv_1d)
+    two_level = mn.MetaLearner(model, nn.functional.cross_entropy).problem()
+    g = torch.Generator().manual_seed(2)
+    d, v = (
+        {n: 0.1 * torch.randn(2 * ROWS, *p.shape, generator=g, dtype=p.dtype) for n, p in two_level.parameters.items()} for _ in range(2)
+    )
+    offsets = torch.linspace(-0.5, 0.5, 2 * ROWS, dtype=torch.float64) if nudged else None
+
+    def products():
+        with StackedEngine().session(two_level, tasks, width=2, seed=0, cost=Cost()) as groups:
+            return next(iter(groups)).data_hvp(d, v, offsets, 0, None)
+
+    ours = products()
+    monkeypatch.setattr(Chain, "of", lambda problem: None)
+    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(products()), strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_loss_without_curvature_has_hessian_products_of_zero():
+    model = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    learner = mn.MetaLearner(model, lambda output, target: (output * target).mean(), estimator=mn.IMAML(cg_steps=2), engine="stacked")
+    exact = torch.einsum("tei,te->i", x, torch.ones(2, 4, dtype=torch.float64)) / 8
+    gradient, _ = learner.meta_gradient(mn.TaskBatch((x, torch.ones(2, 4, 1).double()), (x, torch.ones(2, 4, 1).double())))
+    assert torch.allclose(gradient["0.weight"][0], exact, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +186,12 @@ def test_halving_twice_is_torchs_pooling_in_two_dimensions():
     weights = torch.randn(theirs.shape, generator=g, dtype=torch.float64)
     assert torch.equal(ours, theirs)
     assert torch.equal(*(torch.autograd.grad((y * weights).sum(), x)[0] for y in (ours, theirs)))
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_halving_can_be_differentiated_twice(length):
+    x = torch.randn(2, 3, length, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: _Halve.apply(x, -1) ** 3, (x,))
 
 
 def test_nan_is_not_pooled_away():

@@ -287,9 +287,9 @@ def test_evaluate_and_adapt_need_no_more():
 def test_maml_grows_with_the_steps_and_the_tangent_does_not():
     """What the nudge is for: reverse mode keeps every step, a difference or a tangent keeps none."""
     setup = wide_perceptron(1)
-    maml = [peak_of(setup, mn.MAML(), "stacked", steps) for steps in (1, 3, 6)]
+    maml = [peak_of(setup, mn.MAML(), "stacked", steps) for steps in (4, 6, 9)]
     per_step = [(maml[1] - maml[0]) / 2, (maml[2] - maml[1]) / 3]
-    assert min(per_step) > trainable_bytes(setup.model), "every step keeps at least its parameters"
+    assert min(per_step) > trainable_bytes(setup.model[1:]), "every step keeps at least the weights that gradients go back through"
     assert per_step[1] == pytest.approx(per_step[0], rel=0.1), "linearly"
     for estimator in (mn.FOBMAML(), mn.FOBMAML(stencil="tangent"), mn.IMAML()):
         few, many = (peak_of(setup, estimator, "stacked", steps) for steps in (2, 10))

@@ -3,8 +3,8 @@
 `vmap` runs any model, but every operation pays for its way through the transform, and batched weights shuffle memory around each layer.
 A model that is an `nn.Sequential` (nested or not) of the layers below needs none of that: a convolution with one weight per row is a
 grouped convolution over `rows × channels`, BatchNorm normalises those channels one by one anyway, elementwise layers and pooling do not
-care, and a linear layer is a batched matrix product. Convolution blocks at the beginning run as one operation (see `trunk`). First
-derivatives only; second-order estimators take the general path.
+care, and a linear layer is a batched matrix product. Where first derivatives are enough, convolution blocks at the beginning run as one
+operation (see `trunk`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import vmap
 
 from metanudge.engines.compiled import triton_works
@@ -94,11 +95,27 @@ class _Halve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None]:
         (wins,) = ctx.saved_tensors
-        g = outputs[0].new_zeros(ctx.shape) if ctx.shape[ctx.dim] % 2 else outputs[0].new_empty(ctx.shape)
-        first, second = _pairs(g, ctx.dim)
-        torch.mul(outputs[0], wins, out=first)
-        torch.sub(outputs[0], first, out=second)
-        return g, None
+        return _Spread.apply(outputs[0], wins, ctx.dim, ctx.shape), None
+
+
+class _Spread(torch.autograd.Function):
+    """The way back of `_Halve`: every entry goes to where it came from, zeros to the others."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, wins: Tensor, dim: int, shape: torch.Size) -> Tensor:
+        ctx.save_for_backward(wins)
+        ctx.dim = dim
+        x = g.new_zeros(shape) if shape[dim] % 2 else g.new_empty(shape)
+        first, second = _pairs(x, dim)
+        torch.mul(g, wins, out=first)
+        torch.sub(g, first, out=second)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (wins,) = ctx.saved_tensors
+        return torch.where(wins, *_pairs(outputs[0], ctx.dim)), None, None, None
 
 
 def _pairs(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -214,6 +231,10 @@ class Chain:
         place = self._places(into)
         x = self._run(data, phi, into, self._steps[:-1]).unfold().float()
         return cross_entropy(x, weight, bias, targets, (place(last, "weight"), place(last, "bias")))
+
+    def losses_layer_by_layer(self, inputs: Tensor, targets: Tensor, phi: Params, objective: Objective) -> Tensor:
+        """Losses `(rows,)` made of operations that can be differentiated twice; targets have a row axis."""
+        return losses_of_rows(objective)(self.outputs(Data(slice(0, len(inputs)), inputs), phi), targets)
 
     def _has_head(self, last: nn.Module, objective: Objective) -> bool:
         """Whether the model ends in what `head` does on a CUDA device."""

@@ -1,7 +1,4 @@
-"""Tasks side by side with native kernels: models that are chains of common layers (see `chain`).
-
-First derivatives run here; second-order estimators take the general path that this one extends.
-"""
+"""Tasks side by side with native kernels: models that are chains of common layers (see `chain`)."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metanudge.engines.chain import Chain, Data
 from metanudge.engines.compiled import triton_works
@@ -20,7 +18,11 @@ from metanudge.engines.vmapped import StackedInner, num_rows, repeated
 from metanudge.params import Flat, Params, norm
 from metanudge.problem import Nudge, Problem
 from metanudge.proximal import Diagonal
+from metanudge.solvers.base import LinearSolver, Solution
 from metanudge.task import Batch, Stack
+
+Part = tuple[Batch, str, Tensor | None]
+"""Data, whether they are the support or the query set, and the weights of the rows' losses."""
 
 
 class ChainedInner(StackedInner):
@@ -54,10 +56,7 @@ class ChainedInner(StackedInner):
     def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
         """Losses and gradient of f̂ + ν f for all rows."""
         self._count(num_rows(d), offsets)
-        parts: list[tuple[Batch, str, Tensor | None]] = [(self._minibatch_of_support(step, batch_size), "support", None)]
-        if offsets is not None:
-            parts.append((self._stack.query, "query", offsets))
-        return self._gradient(d, parts, step)
+        return self._gradient(d, self._parts(offsets, step, batch_size), step)
 
     def gradient_at_theta(self, d: Params, offsets: Tensor | None, batch_size: int | None) -> tuple[Tensor, Params]:
         """At θ all nudges of a task are alike: one evaluation a task serves them all, in this solve and in later ones."""
@@ -84,6 +83,76 @@ class ChainedInner(StackedInner):
         self.cost.query_gradients += num_rows(d)
         return self._gradient(d, [(self._stack.query, "query", None)], step)[1]
 
+    def data_hvp(self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params, Params]:
+        """Losses, gradient and Hessian-vector product, backwards twice: the Hessian is symmetric."""
+        phi, parts = self._moved(d), self._parts(offsets, step, batch_size)
+
+        def run() -> tuple[Tensor, Params, Params]:
+            leaves = {n: leaf.detach().requires_grad_() for n, leaf in phi.items()}
+            losses = torch.stack([self._smooth(leaves, part, step) for part in parts]).sum(0)
+            g = torch.autograd.grad(losses.sum(), list(leaves.values()), create_graph=True, materialize_grads=True)
+            bent = [(leaf, v[n].to(leaf.dtype)) for n, leaf in zip(leaves, g, strict=True) if leaf.requires_grad]
+            hv: Sequence[Tensor]
+            if bent:
+                outputs, along = zip(*bent, strict=True)
+                hv = torch.autograd.grad(outputs, list(leaves.values()), along, materialize_grads=True)
+            else:
+                hv = [torch.zeros_like(leaf) for leaf in g]
+            first, second = ({n: x.detach().to(d[n].dtype) for n, x in zip(leaves, xs, strict=True)} for xs in (g, hv))
+            return losses.detach(), first, second
+
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels know no second derivatives
+            losses, g, hv = self._explained(run)
+        self._count(num_rows(d), offsets)
+        self.cost.hessian_products += num_rows(d)
+        return losses, g, hv
+
+    def unrolled_gradient(self, solver: LinearSolver, *, truncate: int | None) -> tuple[Params, Solution]:
+        """d f(φ_K(θ)) / dθ through the last `truncate` steps of the solver, and the solution φ_K."""
+        proximal = self.problem.proximal
+        if self._omega or proximal.learned or not isinstance(proximal, Diagonal):
+            return super().unrolled_gradient(solver, truncate=truncate)
+        unrolled = solver.steps if truncate is None else min(truncate, solver.steps)
+        force, mu = proximal.bind(self._theta, {})
+
+        def run() -> tuple[Params, Params, list[Tensor], list[Tensor]]:
+            theta = {n: leaf.detach().repeat(self.tasks, *[1] * leaf.ndim).requires_grad_() for n, leaf in self._theta.items()}
+
+            def moved(d: Params) -> Params:
+                return {n: (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
+
+            def gradient(d: Params, step: int) -> tuple[Tensor, Params]:
+                part: Part = (self._minibatch_of_support(step, solver.batch_size), "support", None)
+                if step < solver.steps - unrolled:
+                    return self._gradient(d, [part], step)
+                phi = moved(d)
+                loss = self._smooth(phi, part, step)
+                g = torch.autograd.grad(loss.sum(), list(phi.values()), create_graph=True, materialize_grads=True)
+                return loss.detach(), {n: leaf.to(d[n].dtype) for n, leaf in zip(phi, g, strict=True)}
+
+            d: Params = dict(self.zeros(self.tasks))
+            memory = solver.memory(d)
+            losses, residuals = [], []
+            for step in range(solver.steps):
+                loss, g = gradient(d, step)
+                g = {n: leaf + g[n] for n, leaf in force(d).items()}
+                d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
+                losses.append(loss)
+                residuals.append(norm({n: leaf.detach() for n, leaf in g.items()}))
+            d = solver.result(d, memory)
+            value = self._smooth(moved(d), (self._stack.query, "query", None), 0)
+            found = torch.autograd.grad(value.sum(), list(theta.values()), materialize_grads=True)
+            return dict(zip(theta, found, strict=True)), {n: leaf.detach() for n, leaf in d.items()}, losses, residuals
+
+        with sdpa_kernel(SDPBackend.MATH):
+            g, d, losses, residuals = self._explained(run)
+        self.cost.support_gradients += self.tasks * solver.steps
+        self.cost.query_gradients += self.tasks
+        self.cost.hessian_products += self.tasks * unrolled
+        steps = torch.full((self.tasks,), solver.steps, device=self.problem.device)
+        delta = residuals[-1] / self.problem.smallest_lam
+        return g, Solution(d, steps, residuals[-1], delta, torch.stack(losses), torch.stack(residuals))
+
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d for all rows."""
         if shift is not None:
@@ -97,7 +166,20 @@ class ChainedInner(StackedInner):
                 values.append(self._explained(partial(judge, outputs, targets)))
         return Measured(*(torch.cat(column) for column in zip(*values, strict=True)))
 
-    def _gradient(self, d: Params, parts: list[tuple[Batch, str, Tensor | None]], step: int) -> tuple[Tensor, Flat]:
+    def _parts(self, offsets: Tensor | None, step: int, batch_size: int | None) -> list[Part]:
+        """The data of f̂ + ν f."""
+        support: Part = (self._minibatch_of_support(step, batch_size), "support", None)
+        return [support] if offsets is None else [support, (self._stack.query, "query", offsets)]
+
+    def _smooth(self, phi: Params, part: Part, step: int) -> Tensor:
+        """Weighted losses of all rows that can be differentiated twice."""
+        (inputs, targets), which, weight = part
+        self._draws.seed_for(step, which)
+        targets = repeated(targets, num_rows(phi) // self.tasks)
+        losses = self._chain.losses_layer_by_layer(inputs, targets, phi, self.problem.objective)
+        return losses if weight is None else losses * weight
+
+    def _gradient(self, d: Params, parts: list[Part], step: int) -> tuple[Tensor, Flat]:
         """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of their sum has every row's."""
         phi, theta, objective = self._moved(d), self._flat_theta, self.problem.objective
         total: Tensor | None = None
