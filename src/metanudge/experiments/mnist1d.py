@@ -181,7 +181,9 @@ def judge(result: Result[Config]) -> Verdict:
         wrong.append(f"FO-MAML, tuned on the same grid, does not stay below {FO_MAML_BELOW:g} but reaches {highest_fomaml:.3f}")
     for method in (m.FO_MAML, m.REPTILE):
         if not apart[m.LOSS] < apart[method]:
-            wrong.append(f"{method}'s curve is as close to MAML's ({apart[method]:.3f} apart, FO-B-MAML's {apart[m.LOSS]:.3f})")
+            above = _above(ours, maml)
+            side = f", {above:+.3f} on average: above it" if above > 0 else ""
+            wrong.append(f"{method}'s curve is as close to MAML's ({apart[method]:.3f} apart, FO-B-MAML's {apart[m.LOSS]:.3f}{side})")
     if last >= LAST:
         parts += 2
         if not round(ours[last].mean, 2) >= FINAL_ACCURACY:
@@ -228,6 +230,12 @@ def _apart(one: dict[int, Mean], other: dict[int, Mean]) -> float:
     """Mean distance of two curves over the iterations after the start."""
     later = [k for k in one if k > 0]
     return sum(abs(one[k].mean - other[k].mean) for k in later) / len(later)
+
+
+def _above(one: dict[int, Mean], other: dict[int, Mean]) -> float:
+    """How much higher a curve lies, on average over the iterations after the start."""
+    later = [k for k in one if k > 0]
+    return sum(one[k].mean - other[k].mean for k in later) / len(later)
 
 
 def _at_grid(result: Result[Config], inner: float, rate: float) -> float:

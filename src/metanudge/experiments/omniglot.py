@@ -211,7 +211,8 @@ def draw(result: Result[Config]) -> list[Drawing]:
             one.axhspan(100 - mean - ci, 100 - mean + ci, color=style.METHODS[m.LOSS]["color"], alpha=0.12, linewidth=0)
         one.set(xscale="log", yscale="log", xlabel="meta-steps", title=setting)
         low, high = one.get_ylim()
-        for axis, digits in ((one.xaxis, "25"), (one.yaxis, "235" if high > 4 * low else "23456789")):
+        left, right = one.get_xlim()
+        for axis, digits in ((one.xaxis, "25" if right < 100 * left else "3"), (one.yaxis, "235" if high > 4 * low else "23456789")):
             style.plain_ticks(axis)
             axis.set_minor_formatter(lambda value, _, digits=digits: f"{value:g}" if f"{value:e}"[0] in digits else "")
     for row in axes:
