@@ -41,6 +41,25 @@ def test_counting_changes_nothing():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    "estimator", [mn.MAML(), mn.IMAML(), mn.FOBMAML(stencil="tangent")], ids=lambda estimator: type(estimator).__name__
+)
+def test_second_derivatives_on_a_cpu_take_a_few_tasks_at_a_time(estimator, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    tasks = mn.TaskBatch.of([task(5, 10) for _ in range(6)])
+    whole = mn.MetaLearner(model, LOSS, estimator=estimator, engine="stacked")
+    want = whole.meta_gradient(tasks)[0]
+    assert whole.choose_engine(tasks)[0].chunk is None, "these are small"
+    per_row = bytes_per_row(whole.problem(), tasks[0], unrolled=5 if isinstance(estimator, mn.MAML) else 1)
+    monkeypatch.setattr(learner_module, "BYTES_AT_ONCE_ON_CPU", 3 * per_row)
+    few = mn.MetaLearner(model, LOSS, estimator=estimator, engine="stacked")
+    assert few.choose_engine(tasks)[0].chunk == rows_that_fit(per_row, 3 * per_row) == 2
+    for name, leaf in few.meta_gradient(tasks)[0].items():
+        assert torch.allclose(leaf, want[name], atol=1e-6)
+    assert mn.MetaLearner(model, LOSS, engine="stacked").choose_engine(tasks)[0].chunk is None, "first derivatives need no such care"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_little_memory_means_small_chunks_and_the_same_result(monkeypatch):
     torch.manual_seed(0)

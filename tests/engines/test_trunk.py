@@ -346,7 +346,7 @@ def test_the_engine_for_a_model_that_begins_with_blocks():
 
     model = mn.models.Conv4(ways=5)
     assert chosen(model) == "stacked"
-    assert chosen(model, estimator=mn.IMAML()) == "inplace", "second derivatives run layer by layer"
+    assert chosen(model, estimator=mn.IMAML()) == "stacked", "second derivatives run layer by layer, but side by side"
     assert chosen(mn.models.Conv4(ways=5).eval()) == "inplace", "statistics of another data set"
     assert chosen(mn.models.MLP(784, 5, hidden=(200, 40))) == "inplace"
     assert chosen(nn.Sequential(model, nn.Identity()).to(torch.bfloat16)) == "inplace"

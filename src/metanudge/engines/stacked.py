@@ -58,6 +58,11 @@ def _kind(problem: Problem, stack: Stack) -> type[StackedInner]:
     return ChainedInner if alike and pairs and Chain.of(problem) is not None else StackedInner
 
 
+def runs_chain(problem: Problem, batch: TaskBatch) -> bool:
+    """Whether the model is a chain of layers that has kernels of its own, on the data of all tasks."""
+    return all(_kind(problem, stack) is ChainedInner for stack in batch.stacks)
+
+
 def runs_trunk(problem: Problem, batch: TaskBatch) -> bool:
     """Whether the model begins with convolution blocks that run as one operation on the data of all tasks."""
     chain = Chain.of(problem)
