@@ -323,20 +323,22 @@ class MetaLearner(nn.Module):
         Looked at once for each shape of tasks.
         """
         kind = problem.device.type
-        if self.chunk is not None or self.engine == "inplace" or not (kind == "cuda" or (kind == "cpu" and self._bends)):
+        graphs = self._graphs
+        if self.chunk is not None or self.engine == "inplace" or not (kind == "cuda" or (kind == "cpu" and graphs)):
             return self.chunk
-        unrolled = self.solver.steps if isinstance(self.estimator, MAML) else 1
-        key = (problem, unrolled, self.estimator.width, *((len(stack), stack.signature) for stack in batch.stacks))
+        key = (problem, graphs, self.estimator.width, *((len(stack), stack.signature) for stack in batch.stacks))
         if key not in self._room:
-            per_row = max(bytes_per_row(problem, stack.task(0), unrolled=unrolled) for stack in batch.stacks)
+            per_row = max(bytes_per_row(problem, stack.task(0), graphs=graphs) for stack in batch.stacks)
             fit = rows_that_fit(per_row, free_memory(problem.device) if kind == "cuda" else BYTES_AT_ONCE_ON_CPU)
             self._room = {key: None if fit >= len(batch) * self.estimator.width else fit}
         return self._room[key]
 
     @property
-    def _bends(self) -> bool:
-        """Whether the estimator takes second derivatives of the support loss."""
-        return isinstance(self.estimator, (MAML, IMAML)) or getattr(self.estimator, "stencil", None) == "tangent"
+    def _graphs(self) -> int:
+        """How many support gradients the estimator holds with the graphs that made them."""
+        if isinstance(self.estimator, MAML):
+            return self.solver.steps
+        return int(isinstance(self.estimator, IMAML) or getattr(self.estimator, "stencil", None) == "tangent")
 
     def _fall_back(self, error: StackingError) -> None:
         self._cannot_stack = str(error)
@@ -353,8 +355,8 @@ LARGEST_STACKED_ON_CPU = 100_000
 # of 8 to 128 channels on 28×28 and 84×84 images, 1 to 16 tasks, 5 to 75 examples. More rows than a few bring nothing then; they are as
 # many as have this many parameters together, 8 MB a copy in float32.
 NUMBERS_AT_ONCE_ON_CPU = 2_000_000
-# Second derivatives keep much; by the estimate of `engines.room`, about five times what a chain of layers needs. Measured on 2 cores with
-# MAML on Conv4-64 and 28×28 images: of 5-shot tasks 2 to 4 side by side are 1.4 times faster than 8, of 1-shot tasks 4 to 16 are alike.
+# By the estimate of `engines.room`, two to three times what a chain of layers needs. Measured on 2 cores, Conv4-64 and 28×28 images: 4 of
+# MAML's 5-shot tasks side by side are twice as fast as 12 (of iMAML's 6, by a fifth); of 1-shot tasks 4 to 12 are alike.
 BYTES_AT_ONCE_ON_CPU = 3 * 2**30
 LARGEST_STACKED_ELSEWHERE = 500_000_000
 

@@ -27,7 +27,7 @@ def test_what_a_row_keeps_is_counted():
     """An MLP keeps its inputs, its tanh and what the loss compares: 4, 8 and twice 1 numbers of four bytes for each example."""
     parameters = 8 * 4 * sum(p.numel() for p in problem().parameters.values())
     assert bytes_per_row(problem(), task(5, 10)) == 2 * 4 * 15 * (4 + 8 + 2) + parameters
-    assert bytes_per_row(problem(), task(5, 10), unrolled=4) == 2 * 4 * (5 * 12 + 10) * (4 + 8 + 2) + parameters
+    assert bytes_per_row(problem(), task(5, 10), graphs=4) == 2 * 4 * (5 * 12 + 10) * (4 + 8 + 2) + parameters
 
 
 def test_counting_changes_nothing():
@@ -51,7 +51,7 @@ def test_second_derivatives_on_a_cpu_take_a_few_tasks_at_a_time(estimator, monke
     whole = mn.MetaLearner(model, LOSS, estimator=estimator, engine="stacked")
     want = whole.meta_gradient(tasks)[0]
     assert whole.choose_engine(tasks)[0].chunk is None, "these are small"
-    per_row = bytes_per_row(whole.problem(), tasks[0], unrolled=5 if isinstance(estimator, mn.MAML) else 1)
+    per_row = bytes_per_row(whole.problem(), tasks[0], graphs=5 if isinstance(estimator, mn.MAML) else 1)
     monkeypatch.setattr(learner_module, "BYTES_AT_ONCE_ON_CPU", 3 * per_row)
     few = mn.MetaLearner(model, LOSS, estimator=estimator, engine="stacked")
     assert few.choose_engine(tasks)[0].chunk == rows_that_fit(per_row, 3 * per_row) == 2

@@ -15,13 +15,12 @@ _KEPT = 2.0  # memory in use at the height of a backward pass, as a multiple of 
 _COPIES = 8  # of the parameters: φ, displacement, gradient, force, update, and what is on its way between them
 
 
-def bytes_per_row(problem: Problem, task: Task, *, unrolled: int = 1) -> int:
-    """An estimate of the memory that one row takes; `unrolled` inner steps are kept at once (1 for first-order methods)."""
+def bytes_per_row(problem: Problem, task: Task, *, graphs: int = 0) -> int:
+    """An estimate of the memory that one row takes; so many support gradients are held with the graph that made them."""
     support, query = (_kept_by(problem, batch) for batch in (task.support, task.query))
     parameters = sum(p.numel() * p.element_size() for p in problem.parameters.values())
     # A gradient with a graph behind it keeps about as much again for each of its two passes.
-    steps = support * (3 * unrolled if unrolled > 1 else 1)
-    return int(_KEPT * (steps + query)) + _COPIES * parameters
+    return int(_KEPT * (support * max(1, 3 * graphs) + query)) + _COPIES * parameters
 
 
 def free_memory(device: torch.device) -> int:
