@@ -133,6 +133,20 @@ def test_a_replay_is_the_meta_step(name):
     assert any(not isinstance(known, str) for known in recorded._captures._known.values()), "nothing was recorded"
 
 
+@pytest.mark.parametrize(
+    "estimator", [mn.MAML(), mn.IMAML(cg_steps=3), mn.FOBMAML(stencil="tangent")], ids=lambda one: type(one).__name__
+)
+def test_second_derivatives_equal_those_of_the_general_path_on_a_cpu(estimator, monkeypatch):
+    tasks, ours = batch(dtype=torch.float64), learner(estimator, torch.float64)
+    found = [flat(ours.meta_gradient(tasks)[0]).cpu() for _ in range(4)]  # as it is, recorded, replayed
+    general = learner(estimator, torch.float64)
+    general.model.cpu()
+    monkeypatch.setattr(chain.Chain, "of", lambda problem: None)
+    exact = flat(general.meta_gradient(tasks.to("cpu"))[0])
+    for gradient in found:
+        assert float((gradient - exact).norm()) <= 1e-11 * float(exact.norm())
+
+
 def test_what_draws_random_numbers_is_not_recorded():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Dropout(0.5), nn.Linear(16, 5)).cuda()
