@@ -328,7 +328,10 @@ class MetaLearner(nn.Module):
             return self.chunk
         key = (problem, graphs, self.estimator.width, *((len(stack), stack.signature) for stack in batch.stacks))
         if key not in self._room:
-            per_row = max(bytes_per_row(problem, stack.task(0), graphs=graphs) for stack in batch.stacks)
+            try:
+                per_row = max(bytes_per_row(problem, stack.task(0), graphs=graphs) for stack in batch.stacks)
+            except Exception:  # model and data do not go together: the solves say what is wrong, and this could not
+                return None
             fit = rows_that_fit(per_row, free_memory(problem.device) if kind == "cuda" else BYTES_AT_ONCE_ON_CPU)
             self._room = {key: None if fit >= len(batch) * self.estimator.width else fit}
         return self._room[key]

@@ -74,3 +74,14 @@ def test_little_memory_means_small_chunks_and_the_same_result(monkeypatch):
     assert small.choose_engine(tasks)[0].chunk == rows_that_fit(per_row, 5 * per_row) == 3
     for name, leaf in small.meta_gradient(tasks)[0].items():
         assert torch.allclose(leaf, want[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", [mn.FOBMAML(), mn.MAML(), mn.IMAML()], ids=lambda estimator: type(estimator).__name__)
+def test_what_is_wrong_with_the_data_is_told_all_the_same(estimator):
+    """Looking for room runs the model before anything is checked."""
+    learner = mn.MetaLearner(nn.Linear(4, 1), LOSS, estimator=estimator, engine="stacked")
+    x, y = torch.zeros(2, 5, 6), torch.zeros(2, 5, 1)
+    with pytest.raises(ValueError, match=r"failed on the support data of a task .* Check that the tasks' shapes"):
+        learner.backward(mn.TaskBatch((x, y), (x, y)))
+    with pytest.raises(ValueError, match="support data lie on meta"):
+        learner.backward(mn.TaskBatch((x[..., :4].to("meta"), y), (x[..., :4], y)))
