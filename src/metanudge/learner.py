@@ -340,7 +340,7 @@ class MetaLearner(nn.Module):
     def _graphs(self) -> int:
         """How many support gradients the estimator holds with the graphs that made them."""
         if isinstance(self.estimator, MAML):
-            return self.solver.steps
+            return self.estimator.unrolled(self.solver)
         return int(isinstance(self.estimator, IMAML) or getattr(self.estimator, "stencil", None) == "tangent")
 
     def _fall_back(self, error: StackingError) -> None:

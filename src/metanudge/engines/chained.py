@@ -107,12 +107,11 @@ class ChainedInner(StackedInner):
         self.cost.hessian_products += num_rows(d)
         return losses, g, hv
 
-    def unrolled_gradient(self, solver: LinearSolver, *, truncate: int | None) -> tuple[Params, Solution]:
-        """d f(φ_K(θ)) / dθ through the last `truncate` steps of the solver, and the solution φ_K."""
+    def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:
+        """d f(φ_K(θ)) / dθ through the last `unrolled` steps of the solver, and the solution φ_K."""
         proximal = self.problem.proximal
         if self._omega or proximal.learned or not isinstance(proximal, Diagonal):
-            return super().unrolled_gradient(solver, truncate=truncate)
-        unrolled = solver.steps if truncate is None else min(truncate, solver.steps)
+            return super().unrolled_gradient(solver, unrolled=unrolled)
         force, mu = proximal.bind(self._theta, {})
 
         def run() -> tuple[Params, Params, list[Tensor], list[Tensor]]:
@@ -146,12 +145,7 @@ class ChainedInner(StackedInner):
 
         with sdpa_kernel(SDPBackend.MATH):
             g, d, losses, residuals = self._explained(run)
-        self.cost.support_gradients += self.tasks * solver.steps
-        self.cost.query_gradients += self.tasks
-        self.cost.hessian_products += self.tasks * unrolled
-        steps = torch.full((self.tasks,), solver.steps, device=self.problem.device)
-        delta = residuals[-1] / self.problem.smallest_lam
-        return g, Solution(d, steps, residuals[-1], delta, torch.stack(losses), torch.stack(residuals))
+        return g, self._unrolled(d, torch.stack(losses), torch.stack(residuals), unrolled)
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d for all rows."""

@@ -177,12 +177,11 @@ class StackedInner(Inner):
         self.cost.hessian_products += rows
         return losses, g, hv
 
-    def unrolled_gradient(self, solver: LinearSolver, *, truncate: int | None) -> tuple[Params, Solution]:
-        """d f(φ_K(h)) / dh for all meta-parameters h through the last `truncate` steps of the solver, and the solution φ_K.
+    def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:
+        """d f(φ_K(h)) / dh for all meta-parameters h through the last `unrolled` steps of the solver, and the solution φ_K.
 
-        Displacements before those steps count as constants, so that `truncate=0` is FO-MAML and `truncate=steps` is MAML.
+        Displacements before those steps count as constants, so that `unrolled=0` is FO-MAML and `unrolled=steps` is MAML.
         """
-        unrolled = solver.steps if truncate is None else min(truncate, solver.steps)
         proximal = self.problem.proximal
         h = {n: p.detach() for n, p in self.problem.meta_parameters.items()}
 
@@ -215,12 +214,15 @@ class StackedInner(Inner):
         chosen = self._minibatches(solver.steps, solver.batch_size)
         arguments = (self.zeros(self.tasks), chosen)
         g, (losses, residuals, d) = self._over_rows(row, self.tasks, arguments, 0, None, second_order=True)
-        self.cost.support_gradients += self.tasks * solver.steps
+        return g, self._unrolled(d, losses.T, residuals.T, unrolled)
+
+    def _unrolled(self, d: Params, losses: Tensor, residuals: Tensor, unrolled: int) -> Solution:
+        """The solution of steps of which the last `unrolled` were differentiated, counted; losses and residuals are `(steps, tasks)`."""
+        self.cost.support_gradients += self.tasks * len(losses)
         self.cost.query_gradients += self.tasks
         self.cost.hessian_products += self.tasks * unrolled
-        residual = residuals[:, -1]
-        steps = torch.full((self.tasks,), solver.steps, device=self.problem.device)
-        return g, Solution(d, steps, residual, residual / self.problem.smallest_lam, losses.T, residuals.T)
+        steps = torch.full((self.tasks,), len(losses), device=self.problem.device)
+        return Solution(d, steps, residuals[-1], residuals[-1] / self.problem.smallest_lam, losses, residuals)
 
     def hessian(self, d: Params) -> Tensor:
         """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`, some columns at a time."""

@@ -48,13 +48,17 @@ class MAML:
         if self.truncate == 0:
             refuse_stiffness(self, problem, "truncate=0 differentiates through no step, and λ acts through the steps alone")
 
+    def unrolled(self, solver: Solver) -> int:
+        """Through how many of the solver's steps it differentiates."""
+        return solver.steps if self.truncate is None else min(self.truncate, solver.steps)
+
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the gradients of the adaptation of a group of tasks."""
         assert isinstance(inner, StackedInner)
         assert isinstance(solver, LinearSolver)
         if total.metrics:
             total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
-        g, solution = inner.unrolled_gradient(solver, truncate=self.truncate)
+        g, solution = inner.unrolled_gradient(solver, unrolled=self.unrolled(solver))
         total.record(inner, solution)
         if total.metrics:
             total.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks)

@@ -179,9 +179,9 @@ def judge(result: Result[Config]) -> Verdict:
         wrong.append(f"FO-B-MAML reaches {highest_early:.3f} within {early} iterations, not {EARLY_ACCURACY:g}")
     if not highest_fomaml < FO_MAML_BELOW:
         wrong.append(f"FO-MAML, tuned on the same grid, does not stay below {FO_MAML_BELOW:g} but reaches {highest_fomaml:.3f}")
+    above = _above(ours, maml)
     for method in (m.FO_MAML, m.REPTILE):
         if not apart[m.LOSS] < apart[method]:
-            above = _above(ours, maml)
             side = f", {above:+.3f} on average: above it" if above > 0 else ""
             wrong.append(f"{method}'s curve is as close to MAML's ({apart[method]:.3f} apart, FO-B-MAML's {apart[m.LOSS]:.3f}{side})")
     if last >= LAST:
