@@ -17,8 +17,8 @@ from metanudge.experiments.base import Measured, Result, Row
 from metanudge.experiments.network_errors import curvature
 from metanudge.experiments.omniglot_runs import FIVE_WAY, tasks_of
 from metanudge.experiments.variants import POINTS, Variant, all_variants, trained_variants
-from metanudge.models import MLP
-from metanudge.tasks import Labelled
+from metanudge.models import MLP, Conv1D
+from metanudge.tasks import MNIST1D, Labelled
 from metanudge.training.errors import UserError
 
 CPU = torch.device("cpu")
@@ -185,15 +185,14 @@ def test_the_verdict_on_omniglot_follows_the_rows() -> None:
 # ------------------------------------------------------------------------------------------------ ablation
 
 
-def ablation_result(accuracies: dict[Variant, float]) -> Result[ablation.Config]:
+def ablation_result(accuracies: dict[Variant, float], more: dict[Variant, float] | None = None) -> Result[ablation.Config]:
     config = ablation.Config(steps=(5,), omniglot_seeds=0)
 
     def measured() -> Iterator[Measured]:
         for variant in trained_variants(config.options):
             for seed in range(2):
-                yield Measured(
-                    {"part": "mnist1d", **variant.keys, "seed": seed}, [{"accuracy": accuracies.get(variant, 0.9), "ci95": 0.01}], 0.0, 0
-                )
+                found = {"accuracy": accuracies.get(variant, 0.9), "accuracy_more": (more or {}).get(variant, 0.8)}
+                yield Measured({"part": "mnist1d", **variant.keys, "seed": seed}, [{**found, "ci95": 0.01, "ci95_more": 0.01}], 0.0, 0)
         for point in POINTS:
             row = {"error_implicit": 0.5, "error_steps": 0.5, "cosine_implicit": 0.8, "cosine_steps": 0.8}
             rows = [{**variant.keys, **row} for variant in all_variants(config.options)]
@@ -205,11 +204,25 @@ def ablation_result(accuracies: dict[Variant, float]) -> Result[ablation.Config]
 def test_the_verdict_on_the_defaults_follows_the_rows() -> None:
     default = Variant.default()
     assert ablation.judge(ablation_result({})).status == "reproduced"
-    assert ablation.judge(ablation_result({default.changed("start", "shifted"): 0.904})).status == "reproduced", "within the noise"
-    verdict = ablation.judge(ablation_result({default.changed("start", "shifted"): 0.95}))
+    other = default.changed("start", next(start for start in ("shifted", "theta") if start != default.start))
+    assert ablation.judge(ablation_result({other: 0.904})).status == "reproduced", "within the noise"
+    verdict = ablation.judge(ablation_result({other: 0.95}))
     assert verdict.status == "partly"
-    assert "start = shifted reaches 0.950 on MNIST-1D, +0.050" in verdict.reason
+    assert f"start = {other.start} (+0.050 on MNIST-1D)" in verdict.reason
+    assert ablation.judge(ablation_result({other: 0.95}, {other: 0.7})).status == "reproduced", "better with 5 steps, worse with 16"
+    assert f"start = {other.start} (+0.100 on MNIST-1D, 16 steps)" in ablation.judge(ablation_result({}, {other: 0.9})).reason
     assert ablation.judge(ablation_result({default: 0.5})).status == "not"
+
+
+def test_a_trained_variant_is_tested_with_more_steps_too() -> None:
+    config = ablation.Config(iterations=2, tasks=2, test_tasks=3, more_steps=7)
+    (row,) = ablation.measure({"part": "mnist1d", **Variant.default().keys, "seed": 0}, config, CPU)
+    source = MNIST1D(ways=3, shots=5, queries=10, seed=0)
+    trial = fewshot.Trial(m.seeded(0, lambda: Conv1D(ways=3), CPU), mn.FOBMAML(), source)
+    trial.train(fewshot.Recipe(config.inner, config.rate, 2, 2))
+    for suffix, steps in (("", 5), ("_more", 7)):
+        exact = trial._learners[config.inner].evaluate(source.batch(range(3), "test"), steps=steps).mean_accuracy
+        assert row[f"accuracy{suffix}"] == pytest.approx(exact, abs=1e-9)
 
 
 def test_the_default_is_the_library_s() -> None:

@@ -43,7 +43,7 @@ def cosines(result: Result[Any]) -> Drawing:
 
 
 def accuracies(result: Result[Any], parts: Sequence[str]) -> Drawing:
-    """One line for each trained variant, one panel for each data set."""
+    """One line for each trained variant, one panel for each data set; open markers for more steps of adaptation than in training."""
     variants = [v for v in trained_variants(result.config.options) if any(accuracy(result, part, v) for part in parts)]
     figure, axes = style.figure(len(parts), width=3.6 + 3.4 * len(parts), height=0.9 + 0.26 * len(variants), sharey=True, squeeze=False)
     for one, part in zip(axes[0], parts, strict=True):
@@ -53,10 +53,13 @@ def accuracies(result: Result[Any], parts: Sequence[str]) -> Drawing:
                 colour = style.METHODS["FO-B-MAML" if variant.nudge == "loss" else "FO-B-MAML gradient"]["color"]
                 error = None if math.isnan(found.ci95) else found.ci95
                 one.errorbar(found.mean, place, xerr=error, color=colour, marker="o", markersize=5, linewidth=1.4)
+                more = accuracy(result, part, variant, "accuracy_more")
+                if more is not None:
+                    one.plot(more.mean, place, color=colour, marker="o", markersize=5, fillstyle="none", linestyle="")
         base = accuracy(result, part, Variant.default())
         if base is not None:
             one.axvline(base.mean, color=style.INK, linewidth=0.8, linestyle=(0, (1, 3)))
-        one.set(xlabel="accuracy on test tasks", title=DATA[part])
+        one.set(xlabel=f"accuracy on test tasks (open: {result.config.more_steps} steps)", title=DATA[part])
     names = [f"{variant}{'  (default)' if variant == Variant.default() else ''}" for variant in reversed(variants)]
     axes[0][0].set_yticks(range(len(variants)), names)
     ends = "; ".join(f"{v} {found.mean:.3f}" for v in variants if (found := accuracy(result, parts[0], v)) is not None)

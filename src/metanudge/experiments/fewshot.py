@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -101,15 +101,18 @@ class Trial:
                 see(iteration, learner)
         return True
 
-    def scores(self, recipe: Recipe, *, split: Split, tasks: int) -> Tensor:
-        """Accuracies on so many tasks of a split after training; zeros where it diverged."""
+    def scores(self, recipe: Recipe, *, split: Split, tasks: int, steps: Sequence[int | None] = (None,)) -> list[Tensor]:
+        """Accuracies on so many tasks of a split after training, for each number of steps of adaptation (None: as in training).
+
+        Zeros where training diverged.
+        """
         if not self.train(recipe):
-            return torch.zeros(tasks, dtype=torch.float64)
-        return accuracies(self._learners[recipe.inner], self.source, split, tasks)
+            return [torch.zeros(tasks, dtype=torch.float64) for _ in steps]
+        return [accuracies(self._learners[recipe.inner], self.source, split, tasks, steps=count) for count in steps]
 
     def score(self, recipe: Recipe, *, split: Split, tasks: int) -> float:
-        """Their mean."""
-        return float(self.scores(recipe, split=split, tasks=tasks).mean())
+        """Their mean with as many steps as in training."""
+        return float(self.scores(recipe, split=split, tasks=tasks)[0].mean())
 
 
 def _stream(source: Episodes, recipe: Recipe) -> Iterator[TaskBatch]:

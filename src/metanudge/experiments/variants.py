@@ -71,25 +71,22 @@ def all_variants(options: Options) -> list[Variant]:
 
 
 def trained_variants(options: Options) -> list[Variant]:
-    """The default of either nudge, each with one choice changed, and the gradient nudge from the shifted start with every ν.
+    """Both nudges from θ and from the shifted centre, with every ν and every stencil; from the solution as the default is otherwise.
 
-    That start and ν act together: the start is ν∇f/λ away from θ.
+    Start and ν act together: the shifted start is ν∇f/λ away from θ.
     """
     found = []
-    for nudge in options["nudge"]:
-        base = Variant.default().changed("nudge", nudge)
-        found += [base, *(base.changed(key, value) for key in ("start", "stencil", "nu") for value in options[key])]
-    if "gradient" in options["nudge"] and "shifted" in options["start"]:
-        shifted = Variant.default().changed("nudge", "gradient").changed("start", "shifted")
-        found += [shifted.changed("nu", nu) for nu in options["nu"]]
+    for nudge, start in itertools.product(options["nudge"], options["start"]):
+        base = Variant.default().changed("nudge", nudge).changed("start", start)
+        found += [base] if start == "solution" else [base.changed(key, value) for key in ("nu", "stencil") for value in options[key]]
     return list(dict.fromkeys(found))
 
 
-def accuracy(result: Result[Any], part: str, variant: Variant) -> Mean | None:
-    """Mean over the seeds with its interval, that over the tasks where there is one seed."""
-    found = result.values("accuracy", part=part, **variant.keys)
+def accuracy(result: Result[Any], part: str, variant: Variant, key: str = "accuracy") -> Mean | None:
+    """Mean over the seeds with its interval, that over the tasks where there is one seed; `key` may be "accuracy_more"."""
+    found = result.values(key, part=part, **variant.keys)
     if len(found) == 1:
-        return Mean(found[0], result.values("ci95", part=part, **variant.keys)[0])
+        return Mean(found[0], result.values(key.replace("accuracy", "ci95"), part=part, **variant.keys)[0])
     return Mean.of(found) if found else None
 
 
