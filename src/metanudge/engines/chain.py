@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import vmap
 
+from metanudge.engines import convolution
 from metanudge.engines.compiled import triton_works
 from metanudge.engines.trunk import Block, BlockPlaces, BlockWeights, Trunk, match, order_for, rows_at_once, trunk_for
 from metanudge.engines.trunk.match import halves
@@ -59,6 +60,16 @@ def _convolve(layer: nn.Conv1d | nn.Conv2d, x: Signal, weights: Weights) -> Sign
     bias = None if bias is None else bias.flatten(0, 1)
     y = convolve(x.fold(), weight.flatten(0, 1), bias, layer.stride, layer.padding, layer.dilation, x.rows)
     return Signal(y, x.rows, True)
+
+
+def _convolve_twice(layer: nn.Conv1d | nn.Conv2d, x: Signal, weights: Weights) -> Signal:
+    """`_convolve` where second derivatives will be taken."""
+    weight, bias = weights(layer, "weight"), weights(layer, "bias")
+    assert weight is not None
+    if isinstance(layer.padding, str):
+        return _convolve(layer, x, weights)
+    y = convolution.convolve(layer, x.fold(), weight.flatten(0, 1), x.rows)
+    return Signal(y if bias is None else y + bias.flatten().view(-1, *[1] * (y.ndim - 2)), x.rows, True)
 
 
 def _normalise(layer: nn.BatchNorm1d | nn.BatchNorm2d, x: Signal, weights: Weights) -> Signal:
@@ -234,7 +245,9 @@ class Chain:
 
     def losses_layer_by_layer(self, inputs: Tensor, targets: Tensor, phi: Params, objective: Objective) -> Tensor:
         """Losses `(rows,)` made of operations that can be differentiated twice; targets have a row axis."""
-        return losses_of_rows(objective)(self.outputs(Data(slice(0, len(inputs)), inputs), phi), targets)
+        steps = [(layer, _convolve_twice if step is _convolve else step) for layer, step in self._steps]
+        outputs = self._run(Data(slice(0, len(inputs)), inputs), phi, None, steps).unfold()  # type: ignore[arg-type]
+        return losses_of_rows(objective)(outputs, targets)
 
     def _has_head(self, last: nn.Module, objective: Objective) -> bool:
         """Whether the model ends in what `head` does on a CUDA device."""

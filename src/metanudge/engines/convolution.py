@@ -1,0 +1,78 @@
+"""A convolution that can be differentiated twice with native kernels only.
+
+torch takes second derivatives of a grouped convolution group by group, in a loop; here rows are groups, and there are many. Both passes
+are convolutions, and so are the derivatives of the way back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class _How:
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The convolution."""
+        return torch.ops.aten.convolution(x, weight, None, self.stride, self.padding, self.dilation, False, [0], self.groups)
+
+    def backward(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+        """⟨g, ·⟩ differentiated by x and by the weight, where wanted."""
+        how = (self.stride, self.padding, self.dilation, False, [0], self.groups)
+        dx, dweight, _ = torch.ops.aten.convolution_backward(g, x, weight, None, *how, [*wanted, False])
+        return dx, dweight
+
+
+def convolve(layer: nn.Conv1d | nn.Conv2d, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """The layer's convolution with other weights and groups, without its bias."""
+    assert not isinstance(layer.padding, str)
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight = (leaf.to(torch.get_autocast_dtype(x.device.type)) for leaf in (x, weight))
+    y: Tensor = _Convolution.apply(x, weight, _How(layer.stride, layer.padding, layer.dilation, groups))
+    return y
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: _How) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return how.forward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return *_Back.apply(outputs[0], x, weight, ctx.how, ctx.needs_input_grad[:2]), None
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, how: _How, wanted: tuple[bool, bool]) -> Any:
+        ctx.save_for_backward(g, x, weight)
+        ctx.set_materialize_grads(False)
+        ctx.how = how
+        return how.backward(g, x, weight, wanted)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, along_x: Tensor | None, along_weight: Tensor | None) -> Any:
+        """What is linear in g, x and the weight, with one of them replaced by a direction."""
+        g, x, weight = ctx.saved_tensors
+        dg = dx = dweight = None
+        if along_x is not None:
+            dg = ctx.how.forward(along_x, weight)
+            dweight = ctx.how.backward(g, along_x, weight, (False, True))[1]
+        if along_weight is not None:
+            more = ctx.how.forward(x, along_weight)
+            dg = more if dg is None else dg.add_(more)
+            dx = ctx.how.backward(g, x, along_weight, (True, False))[0] if ctx.needs_input_grad[1] else None
+        return dg, dx, dweight, None, None
