@@ -79,15 +79,15 @@ class CUDATrunk:
     Args:
         blocks: what to run.
         precision: `"full"`: float32 throughout. `"tf32"`: factors of matrix products are kept in float16, gradients scaled row by row;
-            that is TF32's precision at half its size. A small first layer stays float32: its errors go through all others. `"bf16"`:
-            all activations in bfloat16. Sums and statistics are float32 always.
+            that is TF32's precision at half its size. Of a small first layer's factors only the data are rounded (all other errors
+            would go through all layers). `"bf16"`: all activations in bfloat16. Sums and statistics are float32 always.
     """
 
     def __init__(self, blocks: Sequence[Block], *, precision: Literal["full", "tf32", "bf16"] = "full") -> None:
         self._blocks = tuple(blocks)
         self._factors = {"full": torch.float32, "tf32": torch.float16, "bf16": torch.bfloat16}[precision]
         self._between = torch.bfloat16 if precision == "bf16" else torch.float32
-        self._first_precision = "tf32" if precision == "bf16" else "tf32x3"
+        self._first_precision = {"full": "tf32x3", "tf32": "tf32x2", "bf16": "tf32"}[precision]
         self._scaled = precision == "tf32"
 
     def prepare(self, inputs: Tensor) -> _Prepared:

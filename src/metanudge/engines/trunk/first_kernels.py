@@ -21,6 +21,18 @@ def _rounded(x, ROUND: tl.constexpr):
 
 
 @triton.jit
+def _product(data, factor, total, PRECISION: tl.constexpr):
+    """total + data · factor. With "tf32x2" all of the factor counts, and of the data what TF32 keeps."""
+    if PRECISION == "tf32x2":
+        most = _rounded(factor, True)
+        total = tl.dot(data, _rounded(factor - most, True), total, input_precision="tf32")
+        total = tl.dot(data, most, total, input_precision="tf32")
+    else:
+        total = tl.dot(data, factor, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def _patch(f, KH: tl.constexpr, KW: tl.constexpr):
     """Place of a patch's entry: channel, row, column (entries are ordered like a convolution's weights)."""
     return f // (KH * KW), f // KW % KH, f % KW
@@ -126,6 +138,8 @@ def first_forward(
     A pooled entry sees a window of (KH + PH − 1) × (KW + PW − 1) pixels, which serves all its PH × PW convolutions.
     """
     ROUND: tl.constexpr = PRECISION == "tf32"
+    ROUND_DATA: tl.constexpr = PRECISION != "tf32x3"
+    none = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
     row = tl.program_id(1).to(tl.int64)
     co = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     q = tl.arange(0, BLOCK_Q)
@@ -148,13 +162,13 @@ def first_forward(
         x = (p % out_width * PW - PAD_W)[:, None] + qx[None, :]
         ok = inside[:, None] & (channel < CI)[None, :] & (y >= 0) & (y < height) & (x >= 0) & (x < width)
         source = ((p // (out_height * out_width) * height)[:, None] + y) * width + x
-        window = _rounded(tl.load(images + source * CI + channel[None, :], mask=ok, other=0.0), ROUND)
-        best = tl.dot(window, w0, input_precision=PRECISION) * scale + shift
+        window = _rounded(tl.load(images + source * CI + channel[None, :], mask=ok, other=0.0), ROUND_DATA)
+        best = _product(window, w0, none, PRECISION) * scale + shift
         which = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.int32)
-        best, which = _better(best, which, tl.dot(window, w1, input_precision=PRECISION) * scale + shift, 1)
+        best, which = _better(best, which, _product(window, w1, none, PRECISION) * scale + shift, 1)
         if PH * PW == 4:
-            best, which = _better(best, which, tl.dot(window, w2, input_precision=PRECISION) * scale + shift, 2)
-            best, which = _better(best, which, tl.dot(window, w3, input_precision=PRECISION) * scale + shift, 3)
+            best, which = _better(best, which, _product(window, w2, none, PRECISION) * scale + shift, 2)
+            best, which = _better(best, which, _product(window, w3, none, PRECISION) * scale + shift, 3)
         which = tl.where(best <= 0, DROPPED, which)
         best = tl.where(best <= 0, 0.0, best)  # NaN stays NaN
         kept = inside[:, None] & (co < CO)[None, :]
@@ -185,6 +199,7 @@ def first_sums_backward(
 ):  # fmt: skip
     """Σ dy ⊗ chosen patch over a share of the pooled entries, `(rows, tiles, BLOCK_F, CO)`; Σ dy to `ones`."""
     ROUND: tl.constexpr = PRECISION == "tf32"
+    ROUND_DATA: tl.constexpr = PRECISION != "tf32x3"
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     co = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -204,7 +219,7 @@ def first_sums_backward(
         x = (p % out_width * PW - PAD_W)[None, :] + qx[:, None]
         ok = inside[None, :] & (channel < CI)[:, None] & (y >= 0) & (y < height) & (x >= 0) & (x < width)
         source = ((p // (out_height * out_width) * height)[None, :] + y) * width + x
-        window = _rounded(tl.load(images + source * CI + channel[:, None], mask=ok, other=0.0), ROUND)
+        window = _rounded(tl.load(images + source * CI + channel[:, None], mask=ok, other=0.0), ROUND_DATA)
         place = row * pooled * CO + p[:, None] * CO + co[None, :]
         kept = inside[:, None] & (co < CO)[None, :]
         which = tl.load(pick + place, mask=kept, other=255).to(tl.int32)
@@ -212,11 +227,11 @@ def first_sums_backward(
         g = tl.where(which == DROPPED, 0.0, g)
         one += tl.sum(g, 0)
         g = _rounded(g, ROUND)
-        t0 = tl.dot(window, tl.where(which == 0, g, 0.0), t0, input_precision=PRECISION)
-        t1 = tl.dot(window, tl.where(which == 1, g, 0.0), t1, input_precision=PRECISION)
+        t0 = _product(window, tl.where(which == 0, g, 0.0), t0, PRECISION)
+        t1 = _product(window, tl.where(which == 1, g, 0.0), t1, PRECISION)
         if PH * PW == 4:
-            t2 = tl.dot(window, tl.where(which == 2, g, 0.0), t2, input_precision=PRECISION)
-            t3 = tl.dot(window, tl.where(which == 3, g, 0.0), t3, input_precision=PRECISION)
+            t2 = _product(window, tl.where(which == 2, g, 0.0), t2, PRECISION)
+            t3 = _product(window, tl.where(which == 3, g, 0.0), t3, PRECISION)
     total = _gathered(t0, 0, KH, KW, PH, PW, BLOCK_F, BLOCK_Q) + _gathered(t1, 1, KH, KW, PH, PW, BLOCK_F, BLOCK_Q)
     if PH * PW == 4:
         total += _gathered(t2, 2, KH, KW, PH, PW, BLOCK_F, BLOCK_Q) + _gathered(t3, 3, KH, KW, PH, PW, BLOCK_F, BLOCK_Q)
