@@ -61,7 +61,7 @@ class Config:
     longest: tuple[int, ...] = (40000, 20000)
     seeds: int = 5
     second_order_seeds: int = 1
-    long_seeds: int = 2
+    long_seeds: int = 1
     extra_seeds: int = 1
     inner_rates: tuple[float, ...] = (0.05, 0.1)
     meta_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
