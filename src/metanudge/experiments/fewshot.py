@@ -61,6 +61,7 @@ class Trial:
     source: Episodes
     lam: float = m.LAM
     steps: int = m.STEPS
+    regression: bool = False
     _initial: dict[str, Tensor] = field(init=False)
     _learners: dict[float, mn.MetaLearner] = field(init=False, default_factory=dict)
 
@@ -72,7 +73,7 @@ class Trial:
         self.model.load_state_dict(self._initial)
         if inner not in self._learners:
             solver = mn.GradientDescent(lr=inner, steps=self.steps)
-            loss = nn.functional.cross_entropy
+            loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
             self._learners[inner] = mn.MetaLearner(self.model, loss, lam=self.lam, solver=solver, estimator=self.estimator)
         return self._learners[inner]
 
@@ -104,11 +105,12 @@ class Trial:
     def scores(self, recipe: Recipe, *, split: Split, tasks: int, steps: Sequence[int | None] = (None,)) -> list[Tensor]:
         """Accuracies on so many tasks of a split after training, for each number of steps of adaptation (None: as in training).
 
-        Zeros where training diverged.
+        For regression, shares of the variance that are explained. Zeros where training diverged.
         """
         if not self.train(recipe):
             return [torch.zeros(tasks, dtype=torch.float64) for _ in steps]
-        return [accuracies(self._learners[recipe.inner], self.source, split, tasks, steps=count) for count in steps]
+        quality = explained if self.regression else accuracies
+        return [quality(self._learners[recipe.inner], self.source, split, tasks, steps=count) for count in steps]
 
     def score(self, recipe: Recipe, *, split: Split, tasks: int) -> float:
         """Their mean with as many steps as in training."""
@@ -132,6 +134,13 @@ def accuracies(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: i
     """Accuracy on the query sets of episodes 0 … tasks − 1 of a split after adaptation with the learner's own steps, or so many."""
     parts = (range(first, min(first + AT_ONCE, tasks)) for first in range(0, tasks, AT_ONCE))
     return torch.cat([learner.evaluate(source.batch(part, split), steps=steps).accuracy for part in parts])
+
+
+def explained(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int, *, steps: int | None = None) -> Tensor:
+    """1 − squared error / mean square of the targets of all tasks, on the query sets, like `accuracies`; at least 0."""
+    batch = source.batch(range(tasks), split)
+    squares = torch.cat([stack.query[1].double().square().flatten() for stack in batch.stacks])
+    return (1 - learner.evaluate(batch, steps=steps).loss / squares.mean().cpu()).nan_to_num(0.0).clamp(min=0)
 
 
 def accuracy(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> float:

@@ -13,7 +13,7 @@ from metanudge.experiments.base import Cell, Result, Row
 from metanudge.experiments.spread import Mean, Spread
 
 POINTS = ("untrained", "trained")
-DATA = {"mnist1d": "MNIST-1D", "omniglot": "Omniglot"}
+DATA = {"mnist1d": "MNIST-1D", "omniglot": "Omniglot", "sinusoid": "sinusoids"}
 Options = Mapping[str, Sequence[str]]  # for each of nudge, start, stencil, nu
 
 
@@ -30,7 +30,13 @@ class Variant:
     def default(cls) -> Variant:
         """The library's."""
         estimator = mn.FOBMAML()
-        return cls(estimator.nudge, estimator.start, estimator.stencil, f"{estimator.nu:g}" if estimator.nu != "auto" else "auto")
+        nu = f"{estimator.nu:g}" if isinstance(estimator.nu, float) else "auto"
+        return cls(estimator.nudge, estimator.start, estimator.stencil, nu)
+
+    @classmethod
+    def paper(cls) -> Variant:
+        """The paper's."""
+        return cls("loss", "theta", "symmetric", "0.1")
 
     @classmethod
     def of(cls, cell: Cell | Row) -> Variant:
@@ -71,13 +77,13 @@ def all_variants(options: Options) -> list[Variant]:
 
 
 def trained_variants(options: Options) -> list[Variant]:
-    """Both nudges from θ and from the shifted centre, with every ν and every stencil; from the solution as the default is otherwise.
+    """Both nudges from θ and from the shifted centre, with every ν and every stencil; from the solution as the paper is otherwise.
 
-    Start and ν act together: the shifted start is ν∇f/λ away from θ.
+    Start and ν act together: the shifted start is ν∇f/λ away from θ. Stencils are compared at the paper's ν.
     """
     found = []
     for nudge, start in itertools.product(options["nudge"], options["start"]):
-        base = Variant.default().changed("nudge", nudge).changed("start", start)
+        base = Variant.paper().changed("nudge", nudge).changed("start", start)
         found += [base] if start == "solution" else [base.changed(key, value) for key in ("nu", "stencil") for value in options[key]]
     return list(dict.fromkeys(found))
 
