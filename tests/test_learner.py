@@ -183,6 +183,25 @@ def test_hooks_on_parameters_see_the_meta_gradient(engine: str):
     assert torch.equal(accumulated[-1], expected["0.weight"])
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_grad_is_what_autograd_would_have_written(layout: torch.memory_format):
+    """With a hook autograd writes it; without one there is a shorter way. Twice: into nothing, and on top of what is there."""
+    written = []
+    for hooked in (True, False):
+        setup = conv_net()
+        setup.model.to(memory_format=layout)
+        if hooked:
+            next(setup.model.parameters()).register_hook(lambda g: None)
+        learner = learner_for(setup)
+        for _ in range(2):
+            learner.backward(setup.tasks, seed=0)
+        written.append([p.grad for p in setup.model.parameters()])
+    for a, b in zip(*written, strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+        assert a.requires_grad is b.requires_grad is False
+
+
 def test_hooks_may_change_the_meta_gradient():
     setup = mlp()
     learner = learner_for(setup)
@@ -499,7 +518,7 @@ def test_auto_does_not_hide_that_an_estimator_needs_the_stacked_engine():
 
 def test_defaults():
     learner = mn.MetaLearner(nn.Linear(3, 3), F.cross_entropy)
-    assert learner.estimator == mn.FOBMAML(nu=0.1, stencil="symmetric", nudge="loss", start="theta")
+    assert learner.estimator == mn.FOBMAML(nu="auto", stencil="symmetric", nudge="loss", start="theta")
     assert learner.solver == mn.GradientDescent(lr=0.1, steps=5)
     assert learner.engine == "auto"
     assert learner.lam == 2.0
@@ -543,7 +562,7 @@ def test_parameters_loss_solver_and_estimator_may_be_exchanged(engine: str):
 
     learner.solver = mn.Nesterov(0.05, 4)
     check()
-    learner.estimator = mn.FOBMAML(stencil="forward")
+    learner.estimator = mn.FOBMAML(nu=0.1, stencil="forward")
     check()
     learner.loss = lambda output, target: F.cross_entropy(output, target, label_smoothing=0.3)
     check()
@@ -578,8 +597,9 @@ def test_a_new_lam_takes_effect(how: str):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_learner_may_be_cast(engine: str):
     setup = mlp()
-    truth, _ = learner_for(setup, engine=engine).meta_gradient(setup.tasks)
-    learner = learner_for(setup, engine=engine)
+    paper = mn.FOBMAML(nu=0.1)
+    truth, _ = learner_for(setup, paper, engine).meta_gradient(setup.tasks)
+    learner = learner_for(setup, paper, engine)
     learner.meta_gradient(setup.tasks)
     learner.to(torch.float32)
     result, _ = learner.meta_gradient(setup.tasks.to(torch.float32))
@@ -657,7 +677,7 @@ def test_parameters_that_are_single_numbers(solver):
     x, y = torch.randn(2, 5, 2, generator=generator, dtype=torch.float64), torch.randint(0, 3, (2, 5), generator=generator)
     torch.manual_seed(0)
     model = Temperature().double()
-    for estimator in (mn.FOBMAML(), mn.IMAML(cg_steps=2)):
+    for estimator in (mn.FOBMAML(nu=0.1), mn.IMAML(cg_steps=2)):
         stacked, inplace = (
             mn.MetaLearner(model, nn.functional.cross_entropy, solver=solver, estimator=estimator, engine=engine).meta_gradient(
                 mn.TaskBatch((x, y), (x.flip(1), y.flip(1))), seed=1

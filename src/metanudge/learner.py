@@ -53,7 +53,7 @@ class MetaLearner(nn.Module):
             shared by all tasks: meta-learned, not adapted.
         regulariser: a function R(φ, θ) of two dicts of one task's tensors, in place of ½λ‖φ − θ‖²; returns a scalar.
         solver: how the inner problem is solved; 5 steps of gradient descent at 0.1 by default.
-        estimator: how the meta-gradient is made; FO-B-MAML by default.
+        estimator: how the meta-gradient is made; `FOBMAML()` by default.
         engine: `"stacked"`, `"inplace"` or `"auto"`, which picks one and says which in the statistics.
         chunk: stacked engine only: how many solves (tasks × nudges) are held in memory at once. None for all; on a CUDA device for as
             many as its free memory holds, with second derivatives on a CPU for as many as are fast.
@@ -170,7 +170,7 @@ class MetaLearner(nn.Module):
         """Add the mean meta-gradient of the tasks to the parameters' `.grad`, like `loss.backward()`.
 
         Nothing is written when anything goes wrong on the way. Hooks on the parameters see the meta-gradient as they would see an
-        ordinary gradient.
+        ordinary gradient; what hangs on autograd itself, such as `DistributedDataParallel`, needs `learner(tasks).backward()`.
 
         Args:
             tasks: a `TaskBatch`, a `Task`, or tasks.
@@ -182,7 +182,10 @@ class MetaLearner(nn.Module):
         assert self._cached is not None
         parameters = self._cached[1].meta_parameters
         leaves = [leaf if leaf.dtype == p.dtype else leaf.to(p) for leaf, p in ((gradient.pop(n), p) for n, p in parameters.items())]
-        _Gradients.apply(leaves, *parameters.values()).backward()
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters.values()):
+            _Gradients.apply(leaves, *parameters.values()).backward()
+        else:
+            _add_to_grad(leaves, list(parameters.values()))
         return stats
 
     def forward(self, tasks: Tasks, *, seed: int | None = None) -> Tensor:
@@ -420,6 +423,17 @@ def _fingerprint(lam: Stiffness) -> Any:
     if isinstance(lam, Mapping):
         return tuple((name, _fingerprint(value)) for name, value in lam.items())
     return (id(lam), lam._version) if isinstance(lam, Tensor) else lam
+
+
+@torch.no_grad()
+def _add_to_grad(gradients: list[Tensor], parameters: list[nn.Parameter]) -> None:
+    """What autograd does where no hook is registered, in a fraction of its time: a thread of its own and a node for each parameter."""
+    known = [(p.grad, g) for p, g in zip(parameters, gradients, strict=True) if p.grad is not None]
+    if known:
+        torch._foreach_add_([grad for grad, _ in known], [g for _, g in known])
+    for p, g in zip(parameters, gradients, strict=True):
+        if p.grad is None:
+            p.grad = g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
 
 
 class _Gradients(torch.autograd.Function):
