@@ -371,13 +371,13 @@ def _by_taps(weight: Tensor) -> Tensor:
 def _moments(images: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
     """Means `(tasks, features)` and covariances `(tasks, features, features)` of the patches that a first layer sees."""
     tasks, block, features = len(images), _features(shape), shape.ci * shape.taps
-    tiles, share = _shares(shape.pixels, 64, tasks, programs=16 * _ENOUGH_PROGRAMS)
+    tiles, share = _shares(shape.pixels, 32, tasks, programs=16 * _ENOUGH_PROGRAMS)
     centre = images.flatten(1).mean(1)
     parts = images.new_empty((tasks, tiles, block, block))
     first_kernels.patch_moments[(tiles, tasks)](
         images, centre, parts, shape.pixels, tiles, share, *shape.before, *shape.after,
         CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
-        BLOCK_F=block, BLOCK_P=64, num_warps=1,
+        BLOCK_F=block, BLOCK_P=32, num_warps=1,
     )  # fmt: skip
     moments = parts.double().sum(1) / shape.pixels
     mean = moments[:, features, :features]
