@@ -43,7 +43,8 @@ def estimators() -> list[Estimator]:
     """Every estimator the package exports, and FOBMAML in all its forms."""
     default = [cls(**OPTIONS.get(cls, {})) for cls in ESTIMATORS]
     forms = [
-        mn.FOBMAML(stencil=stencil, nudge=nudge, start=start) for stencil, nudge, start in itertools.product(STENCILS, NUDGES, STARTS)
+        mn.FOBMAML(nu=None if stencil == "tangent" else 0.1, stencil=stencil, nudge=nudge, start=start)
+        for stencil, nudge, start in itertools.product(STENCILS, NUDGES, STARTS)
     ]
     return [e for e in default if e not in forms] + forms
 

@@ -28,9 +28,9 @@ RUNS = [(e, engine) for e in ALL for engine in e.engines]
 # One of every kind: the FOBMAML forms share their code, so the slower checks take a few of them.
 FEW = [
     *(e for e in ALL if not isinstance(e, mn.FOBMAML)),
-    mn.FOBMAML(),
-    mn.FOBMAML(stencil="forward", nudge="gradient", start="solution"),
-    mn.FOBMAML(stencil="five-point", start="shifted"),
+    mn.FOBMAML(nu=0.1),
+    mn.FOBMAML(nu=0.1, stencil="forward", nudge="gradient", start="solution"),
+    mn.FOBMAML(nu=0.1, stencil="five-point", start="shifted"),
     mn.FOBMAML(stencil="tangent"),
 ]
 FEW_RUNS = [(e, engine) for e in FEW for engine in e.engines]
@@ -41,9 +41,9 @@ def ids(value: object) -> str | None:
 
 
 def test_the_list_is_complete():
-    """A new estimator cannot be forgotten here, and every form of FOBMAML is in."""
+    """A new estimator cannot be forgotten here, and every form of FOBMAML is in, and the default."""
     assert {type(e) for e in ALL} == set(ESTIMATORS)
-    assert sum(isinstance(e, mn.FOBMAML) for e in ALL) == 4 * 2 * 3
+    assert sum(isinstance(e, mn.FOBMAML) for e in ALL) == 4 * 2 * 3 + 1
     assert {type(e) for e in FEW} == set(ESTIMATORS)
 
 
@@ -65,7 +65,7 @@ def test_engines_match_plain_loops(setup: str):
     built = SETUPS[setup]()
     truth = by_hand(built)
     for engine in ("stacked", "inplace"):
-        assert relative_error(gradient(built, mn.FOBMAML(), engine), truth) < 1e-10
+        assert relative_error(gradient(built, mn.FOBMAML(nu=0.1), engine), truth) < 1e-10
 
 
 @pytest.mark.parametrize("estimator", BOTH, ids=ids)
@@ -90,7 +90,7 @@ SOLVERS = {
     "lbfgs": mn.LBFGS(steps=6, tol=1e-13),
     "newton": mn.NewtonCG(steps=3, cg_steps=4),
 }
-ONE_OF_EACH = [mn.FOBMAML(), mn.FOBMAML(nudge="gradient", start="solution"), mn.FOMAML(), mn.ESMAML(samples=1)]
+ONE_OF_EACH = [mn.FOBMAML(nu=0.1), mn.FOBMAML(nu=0.1, nudge="gradient", start="solution"), mn.FOMAML(), mn.ESMAML(samples=1)]
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -112,8 +112,8 @@ def test_minibatches_are_drawn_by_seed_task_and_step(estimator: Estimator):
 def test_a_minibatch_as_large_as_the_support_set_is_all_of_it():
     setup = mlp(support=6)
     for engine in ("stacked", "inplace"):
-        whole = gradient(setup, mn.FOBMAML(), engine)
-        assert relative_error(gradient(setup, mn.FOBMAML(), engine, solver=mn.GradientDescent(0.1, 2, batch_size=6)), whole) == 0
+        whole = gradient(setup, mn.FOBMAML(nu=0.1), engine)
+        assert relative_error(gradient(setup, mn.FOBMAML(nu=0.1), engine, solver=mn.GradientDescent(0.1, 2, batch_size=6)), whole) == 0
 
 
 @pytest.mark.parametrize("estimator", ALL, ids=ids)
@@ -122,7 +122,7 @@ def test_chunks_do_not_change_the_result(estimator: Estimator):
 
 
 @pytest.mark.parametrize("setup", ["conv_net", "transformer"])
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(), mn.FOBMAML(stencil="tangent"), mn.MAML(), mn.IMAML()], ids=ids)
+@pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=0.1), mn.FOBMAML(stencil="tangent"), mn.MAML(), mn.IMAML()], ids=ids)
 def test_chunks_do_not_change_the_result_of_other_models(estimator: Estimator, setup: str):
     conformance.check_chunks(estimator, SETUPS[setup]())
 
@@ -140,7 +140,7 @@ def test_ragged_batches(estimator: Estimator, engine: str):
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
 @pytest.mark.parametrize("solver", ["gd-minibatch", "sgd-minibatch"])
 def test_ragged_batches_with_minibatches(solver: str, engine: str):
-    conformance.check_ragged(mn.FOBMAML(), small(tasks=3, support=7), engine, solver=SOLVERS[solver])
+    conformance.check_ragged(mn.FOBMAML(nu=0.1), small(tasks=3, support=7), engine, solver=SOLVERS[solver])
 
 
 @pytest.mark.parametrize(("estimator", "engine"), [r for r in RUNS if not isinstance(r[0], conformance.DRAWS_BY_PLACE)], ids=ids)
@@ -200,7 +200,7 @@ FORMS: dict[str, Any] = {
 }
 
 
-NESTED = [mn.FOBMAML(), mn.FOBMAML(stencil="tangent"), mn.MAML(), mn.IMAML(cg_steps=2), mn.ESMAML(samples=1)]
+NESTED = [mn.FOBMAML(nu=0.1), mn.FOBMAML(stencil="tangent"), mn.MAML(), mn.IMAML(cg_steps=2), mn.ESMAML(samples=1)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -248,7 +248,7 @@ def recording_setup(tasks: int) -> tuple[Setup, RecordingDropout]:
 @pytest.mark.parametrize("stencil", ["symmetric", "five-point"])
 def test_all_solves_of_a_stencil_see_the_same_masks_in_place(stencil: str):
     setup, recorder = recording_setup(tasks=2)
-    learner = learner_for(setup, mn.FOBMAML(stencil=stencil), "inplace", solver=mn.GradientDescent(0.1, 3))
+    learner = learner_for(setup, mn.FOBMAML(nu=0.1, stencil=stencil), "inplace", solver=mn.GradientDescent(0.1, 3))
     learner.meta_gradient(setup.tasks, metrics=False)
     masks = torch.stack(recorder.masks)
     solves = 2 * learner.estimator.width
@@ -266,7 +266,7 @@ def test_all_solves_of_a_stencil_see_the_same_masks_stacked():
     drawn = {}
     for label, engine, chunk in (("whole", "stacked", None), ("chunks", "stacked", 1), ("inplace", "inplace", None)):
         setup, recorder = recording_setup(tasks=2)
-        learner = learner_for(setup, mn.FOBMAML(), engine, chunk=chunk, solver=mn.GradientDescent(0.1, 3))
+        learner = learner_for(setup, mn.FOBMAML(nu=0.1), engine, chunk=chunk, solver=mn.GradientDescent(0.1, 3))
         learner.meta_gradient(setup.tasks, metrics=False, seed=11)
         drawn[label] = torch.stack(recorder.masks)
     assert drawn["whole"].shape == (3 * 2, 8, 16), "one mask a loss evaluation, without an axis for the rows"

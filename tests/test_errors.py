@@ -141,9 +141,9 @@ def test_tangent_takes_no_nu():
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lambda: mn.FOBMAML(stencil="central"), ["Unknown stencil 'central'", "symmetric", "five-point", "tangent"]),
-        (lambda: mn.FOBMAML(nudge="hessian"), ["Unknown nudge 'hessian'", "loss, gradient"]),
-        (lambda: mn.FOBMAML(start="zero"), ["Unknown start 'zero'", "theta, shifted, solution"]),
+        (lambda: mn.FOBMAML(nu=0.1, stencil="central"), ["Unknown stencil 'central'", "symmetric", "five-point", "tangent"]),
+        (lambda: mn.FOBMAML(nu=0.1, nudge="hessian"), ["Unknown nudge 'hessian'", "loss, gradient"]),
+        (lambda: mn.FOBMAML(nu=0.1, start="zero"), ["Unknown start 'zero'", "theta, shifted, solution"]),
         (lambda: mn.MetaLearner(LINEAR, CE, engine="gpu"), ["Unknown engine 'gpu'", "auto, stacked, inplace"]),
         (lambda: mn.MetaLearner(LINEAR, CE, chunk=0), ["chunk .* 0", "solves"]),
         (lambda: mn.ESMAML(sigma=0.0), [r"sigma .*0\.0", "usual"]),
@@ -197,7 +197,7 @@ def test_wrong_types(make: Callable[[], Any], parts: list[str]):
         (mn.MAML(), mn.GradientDescent(0.1, 5, tol=1e-3), ValueError, ["tol=0.001", "fixed number of steps", "Leave tol out"]),
         (mn.FOBMAML(stencil="tangent"), mn.LBFGS(), TypeError, ["tangent", "LBFGS", "GradientDescent or Nesterov", "symmetric"]),
         (mn.FOBMAML(stencil="tangent"), mn.GradientDescent(0.1, 5, tol=1e-3), ValueError, ["tol=0.001", "Leave tol out"]),
-        (mn.FOBMAML(unshrink=True), mn.NewtonCG(), TypeError, ["unshrink", "NewtonCG", "GradientDescent"]),
+        (mn.FOBMAML(nu=0.1, unshrink=True), mn.NewtonCG(), TypeError, ["unshrink", "NewtonCG", "GradientDescent"]),
         (mn.Reptile(), mn.NewtonCG(), TypeError, ["learning rate", "NewtonCG", r"Reptile\(scale="]),
     ],
     ids=lambda value: repr(value)[:40] if hasattr(value, "steps") or hasattr(value, "accumulate") else "",
@@ -271,7 +271,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("block", [Item, Branch, Choice, Recurrent])
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(), mn.MAML(), mn.FOBMAML(stencil="tangent")], ids=["fd", "maml", "tangent"])
+@pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=0.1), mn.MAML(), mn.FOBMAML(stencil="tangent")], ids=["fd", "maml", "tangent"])
 def test_a_module_that_cannot_be_stacked_is_named(block: type[nn.Module], estimator: Any):
     model = seeded(0, lambda: nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), block()), nn.Linear(3, 3)))
     learner = learner_for(Setup(model, CE, mlp().tasks), estimator)
@@ -387,7 +387,7 @@ def wide_queries(setup: Setup) -> mn.TaskBatch:
 
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(), mn.FOMAML()], ids=["FOBMAML", "FOMAML"])
+@pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=0.1), mn.FOMAML()], ids=["FOBMAML", "FOMAML"])
 @pytest.mark.parametrize(("spoil", "which", "shape"), [(wide_inputs, "", r"6\)"), (wide_queries, "query", r"\(9, 6\)")])
 def test_inputs_of_another_shape(spoil: Any, which: str, shape: str, engine: str, estimator: Any):
     setup = mlp()
@@ -533,10 +533,10 @@ def first_bad_step(setup: Setup, task: int, lr: float, lam: float) -> int:
 
 
 DIVERGING = {
-    "FOBMAML": mn.FOBMAML(),
-    "FOBMAML-forward": mn.FOBMAML(stencil="forward"),
-    "FOBMAML-gradient": mn.FOBMAML(nudge="gradient"),
-    "FOBMAML-solution": mn.FOBMAML(nudge="gradient", start="solution"),
+    "FOBMAML": mn.FOBMAML(nu=0.1),
+    "FOBMAML-forward": mn.FOBMAML(nu=0.1, stencil="forward"),
+    "FOBMAML-gradient": mn.FOBMAML(nu=0.1, nudge="gradient"),
+    "FOBMAML-solution": mn.FOBMAML(nu=0.1, nudge="gradient", start="solution"),
     "tangent": mn.FOBMAML(stencil="tangent"),
     "tangent-gradient": mn.FOBMAML(stencil="tangent", nudge="gradient"),
     "FOMAML": mn.FOMAML(),

@@ -168,11 +168,11 @@ def test_maml_with_no_step_differentiated_is_fomaml():
 # ---------------------------------------------------------------------------------------------------- engines
 
 BOTH = [
-    mn.FOBMAML(),
-    mn.FOBMAML(stencil="forward"),
-    mn.FOBMAML(stencil="five-point", nudge="gradient"),
-    mn.FOBMAML(nudge="gradient", start="shifted"),
-    mn.FOBMAML(stencil="forward", start="solution"),
+    mn.FOBMAML(nu=0.1),
+    mn.FOBMAML(nu=0.1, stencil="forward"),
+    mn.FOBMAML(nu=0.1, stencil="five-point", nudge="gradient"),
+    mn.FOBMAML(nu=0.1, nudge="gradient", start="shifted"),
+    mn.FOBMAML(nu=0.1, stencil="forward", start="solution"),
     mn.IMAML(cg_steps=3),
     mn.FOMAML(),
 ]
@@ -194,7 +194,7 @@ def test_chunks_do_not_matter(estimator):
 
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
 def test_nothing_in_the_model_changes(engine: str):
-    for estimator in (mn.FOBMAML(), mn.FOBMAML(nudge="gradient"), mn.FOMAML()):
+    for estimator in (mn.FOBMAML(nu=0.1), mn.FOBMAML(nu=0.1, nudge="gradient"), mn.FOMAML()):
         check_pure(estimator, normed(), engine, adapt="head.*", solver=SHORT)
 
 
@@ -214,7 +214,8 @@ def test_everything_is_put_back_when_the_loss_raises():
     total = 3 * 2 * (2 * 3 + 2)  # tasks × nudges × (steps and the last look, support and query each)
     for number in (1, 7, 8, total):
         calls, failing = 0, number
-        learner = mn.MetaLearner(setup.model, loss, adapt="head.*", solver=SHORT, engine="inplace")
+        paper = mn.FOBMAML(nu=0.1)
+        learner = mn.MetaLearner(setup.model, loss, adapt="head.*", solver=SHORT, estimator=paper, engine="inplace")
         with pytest.raises((RuntimeError, ValueError), match="no more"):
             learner.meta_gradient(setup.tasks, metrics=False)
         before.assert_unchanged()
@@ -227,8 +228,8 @@ def test_cost_is_one_more_look_a_solve():
     setup = perceptron()
     for engine in ("stacked", "inplace"):
         for estimator, support, query in (
-            (mn.FOBMAML(), 2 * 3 + 2, 2 * 3 + 2),
-            (mn.FOBMAML(nudge="gradient"), 3 * 3 + 2, 1),
+            (mn.FOBMAML(nu=0.1), 2 * 3 + 2, 2 * 3 + 2),
+            (mn.FOBMAML(nu=0.1, nudge="gradient"), 3 * 3 + 2, 1),
             (mn.FOMAML(), 3, 1),
             (mn.IMAML(cg_steps=2), 3 + 2 + 1, 1),
         ):
@@ -264,15 +265,15 @@ def test_evaluate_adapts_what_adapt_adapts():
 
 def test_a_pattern_for_everything_is_the_default():
     setup = perceptron()
-    whole = gradient(setup, mn.FOBMAML())
+    whole = gradient(setup, mn.FOBMAML(nu=0.1))
     for patterns in ("*", ["body.*", "head.*"]):
-        assert relative_error(gradient(setup, mn.FOBMAML(), adapt=patterns), whole) == 0
+        assert relative_error(gradient(setup, mn.FOBMAML(nu=0.1), adapt=patterns), whole) == 0
 
 
 def test_frozen_parameters_are_neither_shared_nor_adapted():
     setup = perceptron()
     setup.model.body.bias.requires_grad_(False)
-    estimate = gradient(setup, mn.FOBMAML(), adapt="head.*")
+    estimate = gradient(setup, mn.FOBMAML(nu=0.1), adapt="head.*")
     assert list(estimate) == ["body.weight", "head.weight", "head.bias"]
     assert not setup.model.body.bias.requires_grad
 
@@ -281,7 +282,7 @@ def test_stiffness_by_name_is_asked_for_what_adapts_only():
     setup = perceptron()
     lam = {"head.weight": 2.0, "head.bias": 2.0}
     options = {"adapt": "head.*", "solver": SHORT}
-    assert relative_error(gradient(setup, mn.FOBMAML(), lam=lam, **options), gradient(setup, mn.FOBMAML(), **options)) < 1e-14
+    assert relative_error(gradient(setup, mn.FOBMAML(nu=0.1), lam=lam, **options), gradient(setup, mn.FOBMAML(nu=0.1), **options)) < 1e-14
     with pytest.raises(ValueError, match=r"unknown: body\.bias.*that adapts: head\.weight, head\.bias"):
         learner_for(setup, lam={**lam, "body.bias": 1.0}, adapt="head.*")
 
@@ -293,7 +294,7 @@ def test_only_the_chosen_parameters_are_part_of_the_learned_stiffness():
 
 
 def test_attention_with_shared_layers_runs_on_both_engines():
-    check_engines_agree(mn.FOBMAML(nudge="gradient"), attention(dropout=0.2), adapt="head.*", solver=SHORT)
+    check_engines_agree(mn.FOBMAML(nu=0.1, nudge="gradient"), attention(dropout=0.2), adapt="head.*", solver=SHORT)
 
 
 # -------------------------------------------------------------------------------------------------------- memory
@@ -305,7 +306,7 @@ def deep() -> Setup:
     return Setup(seeded(0, lambda: nn.Sequential(layers)), F.mse_loss, mn.TaskBatch(*[(torch.zeros(2, 2, 40).double(),) * 2] * 2))
 
 
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(), mn.FOBMAML(nudge="gradient"), mn.FOMAML()], ids=repr)
+@pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=0.1), mn.FOBMAML(nu=0.1, nudge="gradient"), mn.FOMAML()], ids=repr)
 def test_memory_in_place_is_a_training_step_and_few_copies(estimator):
     """Of the shared layers: their gradient of the training step and the accumulator, nothing else; of the others as ever."""
     setup = deep()
@@ -383,7 +384,7 @@ def test_estimators_without_a_direct_term_say_so(estimator):
 def test_unshrink_is_refused():
     setup = perceptron()
     with pytest.raises(ValueError, match="some layers are shared"):
-        learner_for(setup, mn.FOBMAML(unshrink=True), adapt="head.*").backward(setup.tasks)
+        learner_for(setup, mn.FOBMAML(nu=0.1, unshrink=True), adapt="head.*").backward(setup.tasks)
 
 
 def test_changing_the_pattern_later_counts():

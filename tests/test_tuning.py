@@ -350,7 +350,7 @@ def test_the_papers_rule():
         (lambda: NuTuner(every=0), ["every", "50"]),
         (lambda: NuTuner(share=0.0), ["share"]),
         (lambda: NuTuner(most_tasks=0), ["most_tasks"]),
-        (lambda: mn.MetaLearner(nn.Linear(1, 1), nn.functional.mse_loss).choose_nu([]), ['nu="auto"']),
+        (lambda: mn.MetaLearner(nn.Linear(1, 1), nn.functional.mse_loss, estimator=mn.FOMAML()).choose_nu([]), ['nu="auto"']),
     ],
 )
 def test_bad_input_says_what_to_do(make, words):

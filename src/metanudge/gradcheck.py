@@ -121,7 +121,7 @@ def check_gradient(
         >>> learner = MetaLearner(model, torch.nn.functional.mse_loss)
         >>> report = check_gradient(learner, TaskBatch((x, y), (x, y)), estimators=[FOMAML(), FOBMAML()], nus=[0.1])
         >>> [row.estimator for row in report.rows]
-        ['FOMAML', 'FOBMAML symmetric, loss nudge']
+        ['FOMAML', 'FOBMAML symmetric, loss nudge', 'FOBMAML symmetric, loss nudge, automatic ν']
     """
     batch = TaskBatch.of(tasks)[:max_tasks].to(torch.float64)
     problem = _double(learner)
@@ -203,6 +203,7 @@ def _usual(own: Estimator) -> list[Estimator]:
         own,
         FOBMAML(),
         FOBMAML(nudge="gradient"),
+        FOBMAML(start="shifted"),
         FOBMAML(nudge="gradient", start="shifted"),
         FOBMAML(stencil="tangent"),
         IMAML(cg_steps=5),

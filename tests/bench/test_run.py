@@ -46,7 +46,7 @@ def test_a_run_writes_each_result_and_puts_the_threads_back(tmp_path: Path) -> N
         ({"scaling": True, "rounding": True}, "--scaling and --rounding measure different things"),
         ({"explain": True, "scaling": True, "rounding": True}, "one at a time"),
         ({"rounding": True, "precision": "bf16"}, "every precision"),
-        ({"rounding": True, "only": ("loop-maml",)}, "loop-maml is torch's. Use fobmaml-loss"),
+        ({"rounding": True, "only": ("loop-maml",)}, "loop-maml is torch's. Use fobmaml, fobmaml-loss"),
         ({"rounding": True, "batches": 0}, "--batches 0"),
         ({"batches": 4}, "use --repeats"),
         ({"explain": True, "only": ("graph-maml",)}, "needs a CUDA device"),

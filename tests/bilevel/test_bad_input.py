@@ -26,12 +26,6 @@ class AutoNudge:
     """A stand-in for an estimator that nobody here knows."""
 
 
-def auto() -> mn.FOBMAML:
-    estimator = mn.FOBMAML()
-    object.__setattr__(estimator, "nu", "auto")
-    return estimator
-
-
 NAN = float("nan")
 CASES = {
     "x without tensors": (
@@ -114,7 +108,6 @@ CASES = {
     "no solver": ({"solver": torch.optim.SGD}, TypeError, ["solver must be", "mn.LBFGS"]),
     "shifted": ({"estimator": mn.FOBMAML(start="shifted")}, ValueError, ["shifted", "no such centre", "start='theta'"]),
     "unshrink": ({"estimator": mn.FOBMAML(unshrink=True), "solver": DESCENT}, ValueError, ["unshrink=True", "proximal", "Leave it out"]),
-    "automatic nu": ({"estimator": auto()}, ValueError, ["nu='auto' is not a number", "Give one"]),
     "tangent of L-BFGS": ({"estimator": mn.FOBMAML(stencil="tangent")}, TypeError, ["tangent", "GradientDescent or Nesterov, not LBFGS"]),
     "unrolled L-BFGS": ({"estimator": mn.MAML()}, TypeError, ["MAML differentiates the solver's steps", "LBFGS"]),
     "unrolled with tol": ({"estimator": mn.MAML(), "solver": mn.GradientDescent(lr=0.1, steps=3, tol=1e-3)}, ValueError, ["tol=0.001"]),

@@ -125,6 +125,8 @@ def test_defaults(make, dtype, nu, tolerance):
     assert result.nu == nu
     assert relative_error(result.gradient.double(), make(direct=True).truth) < tolerance
     assert result.inner_gradients < 100
+    again = mn.hypergradient(problem.inner, problem.outer, problem.x, problem.init, estimator=mn.FOBMAML(nu="auto", start="solution"))
+    assert torch.equal(again.gradient, result.gradient), "an automatic ν is that of the default"
 
 
 def test_half_precision_parameters_are_solved_in_float32():
@@ -260,11 +262,11 @@ class Counted:
 @pytest.mark.parametrize(
     ("estimator", "inner", "outer", "products"),
     [
-        (mn.FOBMAML(), 3 * 5 + 3, 2 * 5 + 3, 0),
-        (mn.FOBMAML(nudge="gradient"), 3 * 5 + 3, 1, 0),
-        (mn.FOBMAML(stencil="forward"), 2 * 5 + 2, 5 + 2, 0),
-        (mn.FOBMAML(stencil="forward", start="solution"), 3 * 5 + 3, 5 + 2, 0),
-        (mn.FOBMAML(stencil="five-point"), 5 * 5 + 5, 4 * 5 + 5, 0),
+        (mn.FOBMAML(nu=0.1), 3 * 5 + 3, 2 * 5 + 3, 0),
+        (mn.FOBMAML(nu=0.1, nudge="gradient"), 3 * 5 + 3, 1, 0),
+        (mn.FOBMAML(nu=0.1, stencil="forward"), 2 * 5 + 2, 5 + 2, 0),
+        (mn.FOBMAML(nu=0.1, stencil="forward", start="solution"), 3 * 5 + 3, 5 + 2, 0),
+        (mn.FOBMAML(nu=0.1, stencil="five-point"), 5 * 5 + 5, 4 * 5 + 5, 0),
         (mn.FOBMAML(stencil="tangent"), 5 + 2, 5 + 1, 5 + 1),
         (mn.FOBMAML(stencil="tangent", nudge="gradient"), 10 + 2, 2, 5 + 1),
         (mn.FOMAML(), 5 + 1, 1, 0),
@@ -288,7 +290,7 @@ def test_costs(estimator, inner, outer, products):
 
 def test_values_and_residual_belong_to_the_solution():
     problem = logistic(direct=True)
-    result = hypergradient(problem, mn.FOBMAML(), mn.GradientDescent(lr=0.2, steps=3))
+    result = hypergradient(problem, mn.FOBMAML(nu=0.1), mn.GradientDescent(lr=0.2, steps=3))
     assert result.outer == pytest.approx(float(problem.outer(problem.x, result.phi)), abs=1e-15)
     assert result.inner == pytest.approx(float(problem.inner(problem.x, result.phi)), abs=1e-15)
     assert result.residual == pytest.approx(float(torch.func.grad(problem.inner, argnums=1)(problem.x, result.phi).norm()), rel=1e-12)

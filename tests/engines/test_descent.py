@@ -40,7 +40,7 @@ class Spy:
 
 def solutions(setup: Setup, solver: mn.GradientDescent, estimator: Any = None, engine: str = "inplace") -> list[Solution]:
     spy = Spy(solver)
-    learner_for(setup, estimator, engine, solver=spy).meta_gradient(setup.tasks, seed=3, metrics=False)
+    learner_for(setup, estimator or mn.FOBMAML(nu=0.1), engine, solver=spy).meta_gradient(setup.tasks, seed=3, metrics=False)
     return spy.solutions
 
 
@@ -133,11 +133,11 @@ SETUPS: dict[str, Callable[[], Setup]] = {
     "strided": strided,
 }
 ESTIMATORS = {
-    "loss": mn.FOBMAML(),
-    "gradient": mn.FOBMAML(nudge="gradient"),
-    "gradient, shifted": mn.FOBMAML(nudge="gradient", start="shifted"),
-    "gradient, solution": mn.FOBMAML(nudge="gradient", start="solution"),
-    "solution": mn.FOBMAML(start="solution"),
+    "loss": mn.FOBMAML(nu=0.1),
+    "gradient": mn.FOBMAML(nu=0.1, nudge="gradient"),
+    "gradient, shifted": mn.FOBMAML(nu=0.1, nudge="gradient", start="shifted"),
+    "gradient, solution": mn.FOBMAML(nu=0.1, nudge="gradient", start="solution"),
+    "solution": mn.FOBMAML(nu=0.1, start="solution"),
     "none": mn.FOMAML(),
 }
 
@@ -155,8 +155,8 @@ def test_as_with_whole_gradients(setup: str, estimator: str):
 @pytest.mark.parametrize("nudge", ["loss", "gradient"])
 def test_residuals_are_those_of_the_stacked_engine(nudge: str):
     setup = mlp(tasks=1, hidden=8)
-    inplace = solutions(setup, AS_IT_COMES, mn.FOBMAML(nudge=nudge))
-    stacked = solutions(setup, AS_IT_COMES, mn.FOBMAML(nudge=nudge), "stacked")
+    inplace = solutions(setup, AS_IT_COMES, mn.FOBMAML(nu=0.1, nudge=nudge))
+    stacked = solutions(setup, AS_IT_COMES, mn.FOBMAML(nu=0.1, nudge=nudge), "stacked")
     residuals = torch.cat([s.residuals for s in stacked], 1)
     torch.testing.assert_close(torch.cat([s.residuals for s in inplace], 1), residuals, rtol=1e-10, atol=0)
     assert float(residuals.min()) > 0.01
@@ -175,7 +175,7 @@ def test_gradients_that_come_in_parts(use_reentrant: bool, estimator: str):
 def test_parameters_seen_by_one_of_the_losses_only():
     """The proximal term acts exactly once a step on each of them; the head that nobody uses stays where it is."""
     setup = two_heads()
-    result = gradient(setup, mn.FOBMAML(), "inplace", solver=AS_IT_COMES)
+    result = gradient(setup, mn.FOBMAML(nu=0.1), "inplace", solver=AS_IT_COMES)
     expected = by_hand(setup, steps=4)
     assert relative_error(result, expected) < 1e-10
     assert float(result["heads.1.weight"].norm()) > 0.01
@@ -238,7 +238,9 @@ class Bounded(nn.Module):
 def test_parameters_that_the_model_writes(nudge: str):
     setup = Setup(seeded(0, Bounded), F.cross_entropy, mlp(tasks=2).tasks)
     assert float(setup.model.embed.weight.detach()[:2].norm(dim=1).min()) > 1.5
-    expected, result = (gradient(setup, mn.FOBMAML(nudge=nudge, stencil="forward"), "inplace", solver=s) for s in (WHOLE, AS_IT_COMES))
+    expected, result = (
+        gradient(setup, mn.FOBMAML(nu=0.1, nudge=nudge, stencil="forward"), "inplace", solver=s) for s in (WHOLE, AS_IT_COMES)
+    )
     assert relative_error(result, expected) < 1e-12
     assert float(expected["embed.weight"].norm()) > 0.01
 
@@ -374,6 +376,6 @@ def test_cuda_memory_is_that_of_a_training_step_and_three_copies(nudge: str):
 
     plain = peak(lambda: F.cross_entropy(model(x[0]), y[0]).backward())
     model.zero_grad(set_to_none=True)
-    learner = learner_for(setup, mn.FOBMAML(nudge=nudge), "inplace", solver=AS_IT_COMES)
+    learner = learner_for(setup, mn.FOBMAML(nu=0.1, nudge=nudge), "inplace", solver=AS_IT_COMES)
     assert peak(lambda: learner.meta_gradient(setup.tasks)) <= 1.05 * (plain + 3 * size)
     assert plain >= size

@@ -28,12 +28,12 @@ def check(setup: Setup, *, stacked: bool, tol: float = 1e-10) -> None:
     """The engine matches plain loops on copies (and the stacked engine), and changes nothing."""
     give_gradients(setup.model)
     before = Snapshot(setup.model)
-    result = gradient(setup, mn.FOBMAML(), "inplace")
+    result = gradient(setup, mn.FOBMAML(nu=0.1), "inplace")
     before.assert_unchanged()
     assert relative_error(result, by_hand(setup)) < tol
     if stacked:
-        assert relative_error(result, gradient(setup, mn.FOBMAML(), "stacked")) < tol
-    for estimator in (mn.FOMAML(), mn.FOBMAML(nudge="gradient", start="solution")):
+        assert relative_error(result, gradient(setup, mn.FOBMAML(nu=0.1), "stacked")) < tol
+    for estimator in (mn.FOMAML(), mn.FOBMAML(nu=0.1, nudge="gradient", start="solution")):
         other = gradient(setup, estimator, "inplace")
         before.assert_unchanged()
         if stacked:
@@ -75,7 +75,7 @@ def test_compiled_module(backend: str):
     setup = Setup(compiled, plain.loss, plain.tasks)
     give_gradients(compiled)
     before = Snapshot(compiled)
-    result = gradient(setup, mn.FOBMAML(), "inplace")
+    result = gradient(setup, mn.FOBMAML(nu=0.1), "inplace")
     before.assert_unchanged()
     assert all(n.startswith("_orig_mod.") for n in result), "named like the module's own parameters"
     assert relative_error(list_of(result), list_of(by_hand(plain))) < 1e-10
@@ -92,7 +92,7 @@ def test_compiled_module_with_running_statistics():
     torch.compiler.reset()
     compiled = torch.compile(plain.model, backend="aot_eager")
     before = Snapshot(compiled)
-    result = gradient(Setup(compiled, plain.loss, plain.tasks), mn.FOBMAML(), "inplace")
+    result = gradient(Setup(compiled, plain.loss, plain.tasks), mn.FOBMAML(nu=0.1), "inplace")
     before.assert_unchanged()
     assert relative_error(list_of(result), list_of(by_hand(plain))) < 1e-10
 
@@ -262,7 +262,7 @@ def test_parameters_that_the_loss_ignores():
 
     setup = Setup(seeded(0, WithSpare), F.cross_entropy, mlp(tasks=2).tasks)
     check(setup, stacked=True)
-    for estimator in (mn.FOBMAML(), mn.IMAML()):
+    for estimator in (mn.FOBMAML(nu=0.1), mn.IMAML()):
         result = gradient(setup, estimator, "inplace")
         assert torch.equal(result["spare"], torch.zeros(2, dtype=torch.float64))
 
@@ -352,8 +352,8 @@ def number_of_calls(estimator: Any) -> int:
 
 
 ESTIMATORS_THAT_FAIL = {
-    "loss": mn.FOBMAML(),
-    "gradient": mn.FOBMAML(nudge="gradient", start="solution"),
+    "loss": mn.FOBMAML(nu=0.1),
+    "gradient": mn.FOBMAML(nu=0.1, nudge="gradient", start="solution"),
     "imaml": mn.IMAML(cg_steps=2),
 }
 

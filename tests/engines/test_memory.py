@@ -204,20 +204,20 @@ def test_the_models_are_what_they_are_for():
 def test_loss_nudge_needs_three_copies(model: str, stencil: str):
     """θ, displacement and accumulating meta-gradient, over a plain training step on one of the sets."""
     setup = MODELS[model](2)
-    assert_at_most(setup, peak_of(setup, mn.FOBMAML(stencil=stencil), steps=3), 3, tolerance=0.01)
+    assert_at_most(setup, peak_of(setup, mn.FOBMAML(nu=0.1, stencil=stencil), steps=3), 3, tolerance=0.01)
 
 
 def test_where_parameters_dominate_less_than_three_copies_do():
     """A training step holds a whole gradient, inner steps never do."""
     deep, wide = deep_perceptron(2), wide_perceptron(2)
-    assert copies(deep, peak_of(deep, mn.FOBMAML(), steps=3)) < 2.3
-    assert copies(wide, peak_of(wide, mn.FOBMAML(), steps=3)) < 2.8
+    assert copies(deep, peak_of(deep, mn.FOBMAML(nu=0.1), steps=3)) < 2.3
+    assert copies(wide, peak_of(wide, mn.FOBMAML(nu=0.1), steps=3)) < 2.8
 
 
 @pytest.mark.parametrize("model", ["deep_perceptron", "wide_perceptron", "balanced_perceptron", "conv_net"])
 @pytest.mark.parametrize("nudge", ["loss", "gradient"])
 def test_steps_and_tasks_do_not_matter(model: str, nudge: str):
-    estimator = mn.FOBMAML(nudge=nudge)
+    estimator = mn.FOBMAML(nu=0.1, nudge=nudge)
     one = peak_of(MODELS[model](1), estimator)
     assert peak_of(MODELS[model](1), estimator, steps=50) <= (1 + TOLERANCE) * one
     assert peak_of(MODELS[model](32), estimator) <= (1 + TOLERANCE) * one
@@ -228,7 +228,7 @@ def test_steps_and_tasks_do_not_matter(model: str, nudge: str):
 def test_gradient_nudge_needs_three_copies(model: str, stencil: str):
     """∇f(φ_0) takes the place of the displacement, of which an eighth is held while activations are: the remainders of φ."""
     setup = MODELS[model](2)
-    assert_at_most(setup, peak_of(setup, mn.FOBMAML(nudge="gradient", stencil=stencil), steps=3), 3)
+    assert_at_most(setup, peak_of(setup, mn.FOBMAML(nu=0.1, nudge="gradient", stencil=stencil), steps=3), 3)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -236,13 +236,13 @@ def test_gradient_nudge_in_single_precision_needs_a_quarter_more(model: str):
     """A byte of four; it shows where activations, or one layer's gradient, weigh about as much as all parameters."""
     double = MODELS[model](2)
     setup = Setup(double.model.float(), double.loss, double.tasks.to(torch.float32))
-    assert copies(setup, peak_of(setup, mn.FOBMAML(nudge="gradient"), steps=3)) < 3.3
+    assert copies(setup, peak_of(setup, mn.FOBMAML(nu=0.1, nudge="gradient"), steps=3)) < 3.3
 
 
 def test_a_tolerance_holds_whole_gradients():
     """Whether to step is known only when the whole residual is: one gradient waits, and the largest layer's next part beside it."""
     setup = wide_perceptron(2)
-    peak = peak_of(setup, mn.FOBMAML(), solver=mn.GradientDescent(0.01, 3, tol=1e-9))
+    peak = peak_of(setup, mn.FOBMAML(nu=0.1), solver=mn.GradientDescent(0.01, 3, tol=1e-9))
     assert 3.5 < copies(setup, peak) < 3.9
 
 
@@ -251,9 +251,9 @@ def test_a_tolerance_holds_whole_gradients():
     [
         (mn.FOMAML(), 3),
         (mn.Reptile(), 3),
-        (mn.FOBMAML(start="solution"), 4),
-        (mn.FOBMAML(nudge="gradient", start="shifted"), 4),
-        (mn.FOBMAML(nudge="gradient", start="solution"), 4),
+        (mn.FOBMAML(nu=0.1, start="solution"), 4),
+        (mn.FOBMAML(nu=0.1, nudge="gradient", start="shifted"), 4),
+        (mn.FOBMAML(nu=0.1, nudge="gradient", start="solution"), 4),
     ],
     ids=str,
 )
@@ -267,10 +267,10 @@ def test_copies_of_the_other_estimators(estimator: Any, number: int, model: str)
 def test_other_solvers_add_their_state():
     """Nesterov keeps one copy more than gradient descent, Adam two."""
     setup = deep_perceptron(2)
-    assert_at_most(setup, peak_of(setup, mn.FOBMAML(), solver=mn.Nesterov(0.01, 3)), 4)
+    assert_at_most(setup, peak_of(setup, mn.FOBMAML(nu=0.1), solver=mn.Nesterov(0.01, 3)), 4)
     # Adam's own temporaries (the denominator) are one tensor at a time: at most the largest layer.
     adam = mn.TorchOptimizer(torch.optim.Adam, 3, {"lr": 0.01, "foreach": False})
-    assert_at_most(setup, peak_of(setup, mn.FOBMAML(), solver=adam), 6)
+    assert_at_most(setup, peak_of(setup, mn.FOBMAML(nu=0.1), solver=adam), 6)
 
 
 def test_evaluate_and_adapt_need_no_more():
@@ -291,12 +291,12 @@ def test_maml_grows_with_the_steps_and_the_tangent_does_not():
     per_step = [(maml[1] - maml[0]) / 2, (maml[2] - maml[1]) / 3]
     assert min(per_step) > trainable_bytes(setup.model[1:]), "every step keeps at least the weights that gradients go back through"
     assert per_step[1] == pytest.approx(per_step[0], rel=0.1), "linearly"
-    for estimator in (mn.FOBMAML(), mn.FOBMAML(stencil="tangent"), mn.IMAML()):
+    for estimator in (mn.FOBMAML(nu=0.1), mn.FOBMAML(stencil="tangent"), mn.IMAML()):
         few, many = (peak_of(setup, estimator, "stacked", steps) for steps in (2, 10))
         assert many <= (1 + TOLERANCE) * few, estimator
 
 
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(), mn.MAML()], ids=["FOBMAML", "MAML"])
+@pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=0.1), mn.MAML()], ids=["FOBMAML", "MAML"])
 def test_chunks_bound_the_memory_of_the_stacked_engine(estimator: Any):
     setup = wide_perceptron(8)
 

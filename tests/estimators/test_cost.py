@@ -49,16 +49,16 @@ FOBMAML = mn.FOBMAML
 COSTS = [  # estimator, support gradients, query gradients
     (mn.FOMAML(), K, 1),
     (mn.Reptile(), K, 0),
-    (FOBMAML(), 2 * K, 2 * K),
-    (FOBMAML(stencil="forward"), 2 * K, K),
-    (FOBMAML(stencil="five-point"), 4 * K, 4 * K),
-    (FOBMAML(nudge="gradient"), 3 * K, 1),
-    (FOBMAML(nudge="gradient", start="shifted"), 3 * K, 1),
-    (FOBMAML(nudge="gradient", start="solution"), 3 * K, 1),
-    (FOBMAML(nudge="gradient", stencil="forward"), 2 * K, 1),
-    (FOBMAML(nudge="gradient", stencil="five-point"), 5 * K, 1),
-    (FOBMAML(start="solution"), 3 * K, 2 * K),
-    (FOBMAML(start="shifted"), 3 * K, 2 * K + 1),
+    (FOBMAML(nu=0.1), 2 * K, 2 * K),
+    (FOBMAML(nu=0.1, stencil="forward"), 2 * K, K),
+    (FOBMAML(nu=0.1, stencil="five-point"), 4 * K, 4 * K),
+    (FOBMAML(nu=0.1, nudge="gradient"), 3 * K, 1),
+    (FOBMAML(nu=0.1, nudge="gradient", start="shifted"), 3 * K, 1),
+    (FOBMAML(nu=0.1, nudge="gradient", start="solution"), 3 * K, 1),
+    (FOBMAML(nu=0.1, nudge="gradient", stencil="forward"), 2 * K, 1),
+    (FOBMAML(nu=0.1, nudge="gradient", stencil="five-point"), 5 * K, 1),
+    (FOBMAML(nu=0.1, start="solution"), 3 * K, 2 * K),
+    (FOBMAML(nu=0.1, start="shifted"), 3 * K, 2 * K + 1),
 ]
 
 
@@ -74,7 +74,7 @@ def test_first_order_gradients_are_counted(estimator, support, query):
 
 
 def test_stacked_tasks_and_nudges_share_their_passes():
-    calls, _ = run(FOBMAML(), engine="stacked")
+    calls, _ = run(FOBMAML(nu=0.1), engine="stacked")
     # Inside vmap a loss cannot see whether a graph is being made outside it: count every call.
     assert [sum(n for key, n in calls.items() if key in (data, f"{data} forward only")) for data in ("support", "query")] == [K, K]
 
@@ -84,9 +84,9 @@ def test_stacked_tasks_and_nudges_share_their_passes():
     ("estimator", "forward_passes"),
     [
         (mn.FOMAML(), 2),  # query loss before and after
-        (FOBMAML(), 3),  # before, and after each of the two solves
-        (FOBMAML(nudge="gradient"), 2),
-        (FOBMAML(stencil="forward"), 2),
+        (FOBMAML(nu=0.1), 3),  # before, and after each of the two solves
+        (FOBMAML(nu=0.1, nudge="gradient"), 2),
+        (FOBMAML(nu=0.1, stencil="forward"), 2),
     ],
     ids=["FOMAML", "loss nudge", "gradient nudge", "forward"],
 )
@@ -128,7 +128,7 @@ def test_es_maml_takes_no_query_gradient():
 
 def test_rows_that_stop_early_are_not_paid_for_in_place():
     """A generous tolerance ends the solves: fewer gradients than K a solve."""
-    learner_cost = [run(FOBMAML(), dataclasses.replace(GD, tol=tol), engine="inplace") for tol in (1e-12, 1e3)]
+    learner_cost = [run(FOBMAML(nu=0.1), dataclasses.replace(GD, tol=tol), engine="inplace") for tol in (1e-12, 1e3)]
     (all_steps, _), (one_look, stats) = learner_cost
     assert all_steps["support"] == 2 * K
     assert one_look["support"] == 2

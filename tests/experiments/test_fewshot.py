@@ -18,7 +18,7 @@ from metanudge.experiments.network_errors import curvature
 from metanudge.experiments.omniglot_runs import FIVE_WAY, tasks_of
 from metanudge.experiments.variants import POINTS, Variant, all_variants, trained_variants
 from metanudge.models import MLP, Conv1D
-from metanudge.tasks import MNIST1D, Labelled
+from metanudge.tasks import MNIST1D, Labelled, Sinusoid
 from metanudge.training.errors import UserError
 
 CPU = torch.device("cpu")
@@ -212,6 +212,9 @@ def test_the_verdict_on_the_defaults_follows_the_rows() -> None:
     assert ablation.judge(ablation_result({other: 0.95}, {other: 0.7})).status == "reproduced", "better with 5 steps, worse with 16"
     assert f"start = {other.start} (+0.100 on MNIST-1D, 16 steps)" in ablation.judge(ablation_result({}, {other: 0.9})).reason
     assert ablation.judge(ablation_result({default: 0.5})).status == "not"
+    failing = ablation_result({other: 0.95})
+    next(one for one in failing.measured if one.cell == {"part": "mnist1d", **other.keys, "seed": 0}).rows[0]["accuracy_more"] = 0.0
+    assert ablation.judge(failing).status == "reproduced", "one training in two ended in NaN: no noise, whatever its interval"
 
 
 def test_a_trained_variant_is_tested_with_more_steps_too() -> None:
@@ -223,6 +226,20 @@ def test_a_trained_variant_is_tested_with_more_steps_too() -> None:
     for suffix, steps in (("", 5), ("_more", 7)):
         exact = trial._learners[config.inner].evaluate(source.batch(range(3), "test"), steps=steps).mean_accuracy
         assert row[f"accuracy{suffix}"] == pytest.approx(exact, abs=1e-9)
+
+
+def test_a_regression_is_scored_by_the_variance_it_explains() -> None:
+    config = ablation.Config(sinusoid_iterations=3, test_tasks=20, more_steps=7)
+    (row,) = ablation.measure({"part": "sinusoid", **Variant.paper().keys, "seed": 0}, config, CPU)
+    source = Sinusoid(shots=10, queries=10, seed=0)
+    trial = fewshot.Trial(m.seeded(0, lambda: MLP(1, 1, hidden=(40, 40)), CPU), mn.FOBMAML(nu=0.1), source, regression=True)
+    trial.train(fewshot.Recipe(config.sinusoid_inner, config.sinusoid_rate, 3, 8))
+    batch = source.batch(range(20), "test")
+    found = trial._learners[config.sinusoid_inner].evaluate(batch, steps=7)
+    shares = 1 - found.loss / batch.stacks[0].query[1].double().square().mean()
+    assert row["accuracy_more"] == pytest.approx(float(shares.clamp(min=0).mean()), rel=1e-6)
+    wild = ablation.Config(sinusoid_iterations=3, test_tasks=5, sinusoid_inner=1e6)
+    assert ablation.measure({"part": "sinusoid", **Variant.paper().keys, "seed": 0}, wild, CPU)[0]["accuracy"] == 0
 
 
 def test_the_default_is_the_library_s() -> None:

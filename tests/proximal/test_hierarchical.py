@@ -43,7 +43,7 @@ def test_learned_stiffness_lands_on_the_ratio_of_variances(factor: float):
         lam=factor * BEST,
         learn_lam="scalar",
         solver=mn.NewtonCG(steps=1, cg_steps=1),
-        estimator=mn.FOBMAML(nudge="gradient"),
+        estimator=mn.FOBMAML(nu=0.1, nudge="gradient"),
         engine="stacked",
     )
     optimizer = torch.optim.Adam(learner.parameter_groups(lr=0.3, lam_lr=0.5), betas=(0.8, 0.99))

@@ -146,11 +146,11 @@ def functional_loss(whole: nn.ModuleDict, loss, phi: dict[str, Tensor], batch) -
 @pytest.mark.parametrize(
     "estimator",
     [
-        mn.FOBMAML(),
-        mn.FOBMAML(stencil="forward", nudge="gradient"),
-        mn.FOBMAML(stencil="five-point", start="shifted"),
-        mn.FOBMAML(stencil="forward", start="solution"),
-        mn.FOBMAML(unshrink=True),
+        mn.FOBMAML(nu=0.1),
+        mn.FOBMAML(nu=0.1, stencil="forward", nudge="gradient"),
+        mn.FOBMAML(nu=0.1, stencil="five-point", start="shifted"),
+        mn.FOBMAML(nu=0.1, stencil="forward", start="solution"),
+        mn.FOBMAML(nu=0.1, unshrink=True),
         mn.IMAML(cg_steps=3),
     ],
     ids=repr,
@@ -171,8 +171,10 @@ def test_engines_and_chunks_agree(per: str, estimator):
 def test_the_gradient_by_theta_is_that_of_the_same_fixed_stiffness():
     setup = small()
     for per in FORMS:
-        learned, _ = learner(setup, per, mn.FOBMAML(), mn.GradientDescent(0.1, 3)).meta_gradient(setup.tasks)
-        fixed, _ = learner_for(setup, mn.FOBMAML(), solver=mn.GradientDescent(0.1, 3), lam=start(setup, per)).meta_gradient(setup.tasks)
+        learned, _ = learner(setup, per, mn.FOBMAML(nu=0.1), mn.GradientDescent(0.1, 3)).meta_gradient(setup.tasks)
+        fixed, _ = learner_for(setup, mn.FOBMAML(nu=0.1), solver=mn.GradientDescent(0.1, 3), lam=start(setup, per)).meta_gradient(
+            setup.tasks
+        )
         assert relative_error({n: learned[n] for n in fixed}, fixed) < 1e-14
 
 
@@ -190,8 +192,8 @@ def test_unshrink_divides_the_same_factor_out_of_both():
     )
     solver = mn.GradientDescent(0.1, 3)
     exact, _ = learner_for(setup, mn.Exact(), solver=PRECISE, learn_lam="scalar").meta_gradient(setup.tasks)
-    plain, _ = learner_for(setup, mn.FOBMAML(), solver=solver, learn_lam="scalar").meta_gradient(setup.tasks)
-    whole, _ = learner_for(setup, mn.FOBMAML(unshrink=True), solver=solver, learn_lam="scalar").meta_gradient(setup.tasks)
+    plain, _ = learner_for(setup, mn.FOBMAML(nu=0.1), solver=solver, learn_lam="scalar").meta_gradient(setup.tasks)
+    whole, _ = learner_for(setup, mn.FOBMAML(nu=0.1, unshrink=True), solver=solver, learn_lam="scalar").meta_gradient(setup.tasks)
     reached = 1 - (1 - 0.1 * 2.0) ** 3
     assert relative_error(plain["weight"] / reached, exact["weight"]) < 1e-10
     assert relative_error(whole["weight"], exact["weight"]) < 1e-10
@@ -205,7 +207,7 @@ def test_unshrink_divides_the_same_factor_out_of_both():
 @pytest.mark.parametrize("per", FORMS)
 def test_backward_fills_the_gradients_of_all_parameters(per: str):
     setup = small()
-    own = learner(setup, per, mn.FOBMAML(), mn.GradientDescent(0.1, 3))
+    own = learner(setup, per, mn.FOBMAML(nu=0.1), mn.GradientDescent(0.1, 3))
     gradient, _ = own.meta_gradient(setup.tasks, seed=1)
     own.backward(setup.tasks, seed=1)
     own.backward(setup.tasks, seed=1)
@@ -219,7 +221,7 @@ def test_backward_fills_the_gradients_of_all_parameters(per: str):
 
 def test_stiffness_follows_log_lam_and_stays_positive():
     setup = small()
-    own = learner(setup, "tensor", mn.FOBMAML(), mn.GradientDescent(0.1, 3))
+    own = learner(setup, "tensor", mn.FOBMAML(nu=0.1), mn.GradientDescent(0.1, 3))
     before = own.problem().lam
     with torch.no_grad():
         for p in own.lam_parameters():
@@ -235,7 +237,7 @@ def test_stiffness_follows_log_lam_and_stays_positive():
 def test_state_dict_keeps_the_stiffness():
     setup = small()
     for per in FORMS:
-        own, other = (learner(Setup(copy.deepcopy(setup.model), *setup[1:]), per, mn.FOBMAML()) for _ in range(2))
+        own, other = (learner(Setup(copy.deepcopy(setup.model), *setup[1:]), per, mn.FOBMAML(nu=0.1)) for _ in range(2))
         with torch.no_grad():
             for p in own.parameters():
                 p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=p.dtype))
@@ -259,7 +261,7 @@ def test_adapt_and_evaluate_use_the_learned_stiffness():
 
 def test_parameter_groups():
     setup = small()
-    own = learner(setup, "tensor", mn.FOBMAML())
+    own = learner(setup, "tensor", mn.FOBMAML(nu=0.1))
     groups = own.parameter_groups(lr=1e-3, lam_lr=1e-1)
     assert [g["lr"] for g in groups] == [1e-3, 1e-1]
     assert groups[1]["params"] == list(own.lam_parameters())
@@ -285,7 +287,7 @@ def test_a_frozen_log_lam_is_a_fixed_stiffness():
 
 def test_learner_moves_with_its_stiffness():
     setup = small()
-    own = learner(setup, "parameter", mn.FOBMAML(), mn.GradientDescent(0.1, 2)).float()
+    own = learner(setup, "parameter", mn.FOBMAML(nu=0.1), mn.GradientDescent(0.1, 2)).float()
     assert {p.dtype for p in own.parameters()} == {torch.float32}
     own.backward(setup.tasks.to(torch.float32))
     assert all(p.grad.dtype == torch.float32 for p in own.parameters())
@@ -298,7 +300,7 @@ def test_memory_in_place_grows_by_the_accumulator_alone(per: str, copies: int):
     setup = Setup(model, nn.functional.mse_loss, mn.TaskBatch(*[(torch.zeros(2, 2, 40).double(),) * 2] * 2))
 
     def peak(**options: str) -> int:
-        own = learner_for(setup, mn.FOBMAML(), "inplace", solver=mn.GradientDescent(0.1, 3), **options)
+        own = learner_for(setup, mn.FOBMAML(nu=0.1), "inplace", solver=mn.GradientDescent(0.1, 3), **options)
         with Allocations() as seen:
             result = own.meta_gradient(setup.tasks, metrics=False)
         del result
@@ -355,7 +357,7 @@ def test_recorded_meta_steps_follow_the_stiffness(options: dict):
     results = []
     for capture in (True, False):
         setup = small()
-        own = learner_for(setup, mn.FOBMAML(), capture=capture, **options).cuda()
+        own = learner_for(setup, mn.FOBMAML(nu=0.1), capture=capture, **options).cuda()
         tasks = setup.tasks.to("cuda")
         optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
         for _ in range(5):

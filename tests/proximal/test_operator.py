@@ -78,7 +78,7 @@ def test_shifted_start_moves_the_centre_by_the_inverse():
     """K = 1, quadratic tasks: φ(ν) = c − α(Âc + b̂ + νq + A(c − θ)) with c = θ − νA⁻¹q, so dφ/dν = −(I − αÂ)A⁻¹q."""
     setup = quadratic(5.0, dim=6, same=False)
     matrix, product = dense(setup)
-    shifted = gradient(setup, mn.FOBMAML(nudge="gradient", start="shifted"), lam=product, solver=mn.GradientDescent(0.1, 1))
+    shifted = gradient(setup, mn.FOBMAML(nu=0.1, nudge="gradient", start="shifted"), lam=product, solver=mn.GradientDescent(0.1, 1))
     by_hand = torch.zeros(6, dtype=torch.float64)
     theta = setup.model.vector.detach()
     for task in setup.tasks:
@@ -91,7 +91,7 @@ def test_shifted_start_moves_the_centre_by_the_inverse():
 
 
 @pytest.mark.parametrize(
-    "estimator", [mn.FOBMAML(), mn.FOBMAML(nudge="gradient", start="shifted"), mn.IMAML(cg_steps=2), mn.ESMAML(samples=2)]
+    "estimator", [mn.FOBMAML(nu=0.1), mn.FOBMAML(nu=0.1, nudge="gradient", start="shifted"), mn.IMAML(cg_steps=2), mn.ESMAML(samples=2)]
 )
 def test_engines_and_chunks_agree(estimator):
     setup = small()
@@ -109,7 +109,7 @@ def test_operators_that_vmap_does_not_know_run_row_by_row():
     def through_numpy(v: dict[str, Tensor]) -> dict[str, Tensor]:
         return product({n: torch.from_numpy(leaf.numpy().copy()) for n, leaf in v.items()})
 
-    for estimator in (mn.FOBMAML(), mn.Exact()):
+    for estimator in (mn.FOBMAML(nu=0.1), mn.Exact()):
         expected = gradient(setup, estimator, lam=product, solver=SHORT)
         assert relative_error(gradient(setup, estimator, lam=through_numpy, solver=SHORT), expected) < 1e-13
 
@@ -123,9 +123,9 @@ def test_with_shared_layers_the_operator_sees_what_adapts():
         seen.append(list(v))
         return {n: 2.0 * leaf for n, leaf in v.items()}
 
-    estimate = gradient(setup, mn.FOBMAML(), lam=product, adapt="2.*", solver=SHORT)
+    estimate = gradient(setup, mn.FOBMAML(nu=0.1), lam=product, adapt="2.*", solver=SHORT)
     assert all(names == list(head) for names in seen)
-    assert relative_error(estimate, gradient(setup, mn.FOBMAML(), lam=2.0, adapt="2.*", solver=SHORT)) < 1e-12
+    assert relative_error(estimate, gradient(setup, mn.FOBMAML(nu=0.1), lam=2.0, adapt="2.*", solver=SHORT)) < 1e-12
 
 
 def test_adapt_and_evaluate_take_operators():
@@ -193,9 +193,9 @@ def test_what_an_operator_cannot_do_is_said():
     setup = small()
     _, product = dense(setup)
     with pytest.raises(ValueError, match="the proximal term has none"):
-        learner_for(setup, mn.FOBMAML(unshrink=True), lam=product).backward(setup.tasks)
+        learner_for(setup, mn.FOBMAML(nu=0.1, unshrink=True), lam=product).backward(setup.tasks)
     _, hopeless = dense(setup, lowest=1e-11, highest=1e3)
     with pytest.raises(ValueError, match=r"start=.shifted. needs A⁻¹∇f"):
-        learner_for(setup, mn.FOBMAML(nudge="gradient", start="shifted"), lam=hopeless, solver=mn.GradientDescent(1e-4, 1)).backward(
-            setup.tasks
-        )
+        learner_for(
+            setup, mn.FOBMAML(nu=0.1, nudge="gradient", start="shifted"), lam=hopeless, solver=mn.GradientDescent(1e-4, 1)
+        ).backward(setup.tasks)

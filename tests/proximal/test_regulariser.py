@@ -92,7 +92,7 @@ def test_maml_is_autograd_through_the_steps():
 
 
 @pytest.mark.parametrize(
-    "estimator", [mn.FOBMAML(), mn.FOBMAML(nudge="gradient", stencil="forward"), mn.IMAML(cg_steps=2), mn.ESMAML(samples=2)]
+    "estimator", [mn.FOBMAML(nu=0.1), mn.FOBMAML(nu=0.1, nudge="gradient", stencil="forward"), mn.IMAML(cg_steps=2), mn.ESMAML(samples=2)]
 )
 def test_engines_and_chunks_agree(estimator):
     setup = small()
@@ -158,17 +158,17 @@ def test_parameters_of_a_regulariser_are_not_learned():
     with pytest.raises(ValueError, match="parameters that require grad"):
         learner_for(setup, lam=None, regulariser=Weighted())
     own = Weighted().requires_grad_(False)
-    expected = gradient(setup, mn.FOBMAML(), solver=SHORT)
-    assert relative_error(gradient(setup, mn.FOBMAML(), lam=None, regulariser=own, solver=SHORT), expected) < 1e-10
+    expected = gradient(setup, mn.FOBMAML(nu=0.1), solver=SHORT)
+    assert relative_error(gradient(setup, mn.FOBMAML(nu=0.1), lam=None, regulariser=own, solver=SHORT), expected) < 1e-10
 
 
 def test_what_a_regulariser_cannot_do_is_said():
     setup = small()
     options = {"lam": None, "regulariser": squared}
     with pytest.raises(ValueError, match=r"start=.shifted. moves the centre"):
-        learner_for(setup, mn.FOBMAML(nudge="gradient", start="shifted"), **options).backward(setup.tasks)
+        learner_for(setup, mn.FOBMAML(nu=0.1, nudge="gradient", start="shifted"), **options).backward(setup.tasks)
     with pytest.raises(ValueError, match="unshrink=True"):
-        learner_for(setup, mn.FOBMAML(unshrink=True), **options).backward(setup.tasks)
+        learner_for(setup, mn.FOBMAML(nu=0.1, unshrink=True), **options).backward(setup.tasks)
     flat = learner_for(setup, lam=None, regulariser=lambda phi, theta: squared(phi, theta) ** 2, solver=mn.Nesterov(0.1, 3))
     with pytest.raises(ValueError, match="momentum"):
         flat.backward(setup.tasks)

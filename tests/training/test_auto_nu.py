@@ -62,7 +62,7 @@ def test_a_stopped_run_goes_on_exactly(tmp_path: Path, often: list[range], step:
 
 
 def test_a_number_needs_no_tuner(tmp_path: Path) -> None:
-    go(tmp_path / "run", iterations=2)
+    go(tmp_path / "run", iterations=2, estimator="fobmaml:nu=0.1")
     assert CheckpointStore(tmp_path / "run" / "checkpoints").load("last").state["tuner"] is None
 
 

@@ -32,8 +32,9 @@ def _contender(name: str, label: str, estimator: Estimator, method: str) -> Cont
 
 
 OURS = (
-    _contender("fobmaml-loss", "FO-B-MAML, loss nudge", FOBMAML(), "FO-B-MAML"),
-    _contender("fobmaml-gradient", "FO-B-MAML, gradient nudge", FOBMAML(nudge="gradient"), "FO-B-MAML gradient"),
+    _contender("fobmaml", "FO-B-MAML as by default", FOBMAML(), "FO-B-MAML"),
+    _contender("fobmaml-loss", "FO-B-MAML, loss nudge", FOBMAML(nu=0.1), "FO-B-MAML"),
+    _contender("fobmaml-gradient", "FO-B-MAML, gradient nudge", FOBMAML(nu=0.1, nudge="gradient"), "FO-B-MAML gradient"),
     _contender("fobmaml-tangent", "FO-B-MAML, tangent", FOBMAML(stencil="tangent"), "FO-B-MAML tangent"),
     _contender("maml", "MAML", MAML(), "MAML"),
     _contender("fomaml", "FO-MAML", FOMAML(), "FO-MAML"),

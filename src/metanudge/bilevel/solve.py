@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,13 +154,15 @@ def differentiate(problem: Bilevel, solver: Solver, estimator: Estimator) -> Est
 def choose(problem: Bilevel, solver: Solver | None, estimator: Estimator | None) -> tuple[Solver, Estimator]:
     """The user's solver and estimator, or the defaults, checked for use on a general bilevel problem.
 
-    The default ν balances a truncation error of order ν² against the rounding, or the solver's tolerance, over ν.
+    An automatic ν balances a truncation error of order ν² against the rounding, or the solver's tolerance, over ν.
     """
     single = any(torch.finfo(t.dtype).bits < 64 for t in (*problem.x.values(), *problem.init.values()))
     if solver is None:
         solver = LBFGS(tol=1e-5) if single else LBFGS()
     if estimator is None:
-        estimator = FOBMAML(nu=1e-2 if single else 1e-3, start="solution")
+        estimator = FOBMAML(start="solution")
+    if isinstance(estimator, FOBMAML) and estimator.nu == "auto":
+        estimator = replace(estimator, nu=1e-2 if single else 1e-3)
     _check_solver(solver, problem.strong_convexity)
     _check_estimator(estimator)
     estimator.check(solver)
@@ -209,9 +211,4 @@ def _check_nudge(estimator: FOBMAML) -> None:
         raise ValueError(
             "unshrink=True divides out a factor that follows from the proximal term's λ, and a general inner problem has none. "
             "Leave it out, and take enough inner steps or start='solution'."
-        )
-    if estimator.stencil != "tangent" and (isinstance(estimator.nu, bool) or not isinstance(estimator.nu, (int, float))):
-        raise ValueError(
-            f"nu={estimator.nu!r} is not a number, and ν is not chosen automatically for general bilevel problems. "
-            "Give one, e.g. nu=1e-3, or leave the estimator out for the default."
         )

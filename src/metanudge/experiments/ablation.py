@@ -248,11 +248,16 @@ def _best(result: Result[Config], default: Variant, key: str, values: Sequence[s
 
 
 def _gain(result: Result[Config], default: Variant, other: Variant, part: str, key: str) -> list[tuple[float, float]]:
-    """How much better another variant is than the default, and what may be noise; nothing where one was not measured."""
+    """How much better another variant is than the default, and what may be noise; nothing where one was not measured.
+
+    A training that ended in NaN is no noise.
+    """
     base, found = (accuracy(result, part, variant, key) for variant in (default, other))
     if base is None or found is None:
         return []
-    return [(found.mean - base.mean, max(NOISE, sum(0.0 if math.isnan(one.ci95) else one.ci95 for one in (base, found))))]
+    failed = 0.0 in result.values(key, part=part, **other.keys)
+    noise = max(NOISE, sum(0.0 if math.isnan(one.ci95) else one.ci95 for one in (base, found)))
+    return [(found.mean - base.mean, 0.0 if failed else noise)]
 
 
 def _shown(found: Mean | None) -> Shown | None:
@@ -284,7 +289,7 @@ EXPERIMENT = Experiment(
         "experiment with inner rate 0.1 and meta-rate 0.01, Omniglot 5-way 1-shot with short training, after the 5 steps of adaptation "
         "that training knows and after 16; for a perceptron with ReLU on sinusoids from 10 points (inner rate 0.01) the share of the "
         "variance that it explains, 0 where training ended in NaN. An alternative counts as better or worse where it is so by more than "
-        f"both 95 % intervals together (at least {NOISE:g}); stencils and the start at the solution, which were trained with the paper's "
-        "ν only, are compared there. The library's defaults are chosen from this table."
+        f"both 95 % intervals together (at least {NOISE:g}), as worse also where it fails on a seed; stencils and the start at the "
+        "solution, which were trained with the paper's ν only, are compared there. The library's defaults are chosen from this table."
     ),
 )

@@ -67,8 +67,8 @@ class TrainConfig:
     solver: str = "gradient_descent:lr=0.1,steps=5"
     """How a task is adapted to: gradient_descent, nesterov, lbfgs, newton_cg, or torch_optimizer:optimizer=adam,lr=0.01,steps=5."""
 
-    estimator: str = "fobmaml:nu=0.1"
-    """How the meta-gradient is made: fobmaml, maml, fomaml, reptile, imaml, esmaml, exact. fobmaml:nu=auto chooses ν by itself."""
+    estimator: str = "fobmaml"
+    """How the meta-gradient is made: fobmaml, maml, fomaml, reptile, imaml, esmaml, exact. fobmaml:nu=0.1 is the paper's."""
 
     optimizer: str = "adam:lr=0.01"
     """The outer optimizer: any of torch.optim, or clippedgd, normalizedgd, sngdm."""
