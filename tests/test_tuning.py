@@ -366,3 +366,24 @@ def test_check_gradient_shows_the_choice():
     report = mn.check_gradient(learner, setup.tasks, estimators=[AUTO], nus=[0.1])
     assert [row.estimator for row in report.rows] == ["FOBMAML symmetric, loss nudge", "FOBMAML symmetric, loss nudge, automatic ν"]
     assert report.rows[1].nu == learner.choose_nu(setup.tasks).nu
+
+
+def test_a_shifted_start_stays_within_the_way_to_the_solution():
+    """Inner steps so short that ν∇f/λ is far away for every ν of the ladder's upper half."""
+    setup = mlp(tasks=3)
+    solver = mn.GradientDescent(lr=0.01, steps=3)
+    learner = mn.MetaLearner(setup.model, setup.loss, lam=LAM, solver=solver, estimator=mn.FOBMAML(start="shifted"))
+    found = learner.choose_nu(setup.tasks)
+    theta = torch.cat([p.detach().flatten() for p in setup.model.parameters()])
+    ratios = []
+    for number in range(3):
+        adapted = learner.adapt(setup.tasks[number].support, seed=0)
+        inputs, targets = setup.tasks[number].query
+        force = torch.autograd.grad(setup.loss(adapted(inputs), targets), list(adapted.parameters()))
+        way = torch.cat([p.detach().flatten() for p in adapted.parameters()]) - theta
+        ratios.append(float(torch.cat([g.flatten() for g in force]).norm() / LAM / way.norm()))
+    assert found.longest == pytest.approx(1 / sorted(ratios)[1], rel=1e-9)
+    assert found.longest < 0.1
+    assert learner.tuner.nu == found.nu <= found.longest
+    learner.estimator = mn.FOBMAML()
+    assert learner.choose_nu(setup.tasks).longest == math.inf

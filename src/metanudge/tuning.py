@@ -10,6 +10,8 @@ their sum is least.
 
 The smaller norm in the denominator tells a plateau from a ν so large that φ moves as far as it will go, where g falls as 1/ν: there d_j
 is not far below ν_j/ν_{j+1} − 1. Everything is relative to what the nudge does to φ, so λ and the scale of the losses need no thought.
+
+From the shifted start ν has one more bound: that start, ν∇f/λ away from θ, should not be further away than the solution.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from torch import Tensor
 from metanudge.engines import Cost, Engine, Inner
 from metanudge.estimators.base import Estimator, check
 from metanudge.estimators.fobmaml import FOBMAML
+from metanudge.estimators.identity import centre_shift
 from metanudge.estimators.stencils import STENCILS
-from metanudge.params import Params
+from metanudge.params import Params, norm
 from metanudge.problem import Problem
 from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
@@ -77,6 +80,7 @@ class NuEstimate:
         disagreement: between each ν of the ladder and the next; infinite where a solve was not finite.
         tasks: on how many tasks.
         gradients: support and query gradients that it took, all tasks together.
+        longest: the ν at which the shifted start of the median task is as far from θ as its solution; infinite for other starts.
     """
 
     nu: float
@@ -85,6 +89,7 @@ class NuEstimate:
     disagreement: tuple[float, ...]
     tasks: int
     gradients: int
+    longest: float = math.inf
 
     def __str__(self) -> str:
         return f"ν {self.nu:.3g}, relative error of the difference about {self.error:.2g}"
@@ -114,15 +119,32 @@ def estimate_nu(
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
     nus, at_once = LADDER, rungs_at_once if engine.name == "stacked" else 1
     cost, found = Cost(), _Disagreement()
+    shifts: list[Tensor] = []
     with engine.session(problem, tasks, width=at_once * estimator.width, seed=seed, cost=cost, first=first) as groups:
         inners = list(groups)
         for begin in range(0, len(nus), at_once):
-            for motion in _motions(estimator, inners, solver, nus[begin : begin + at_once]):
+            for motion in _motions(estimator, inners, solver, nus[begin : begin + at_once], shifts):
                 found.see(motion)
     disagreement = found.values()
     nu, error = best_nu(nus, disagreement, order=STENCILS[estimator.stencil].order)
     gradients = cost.support_gradients + cost.query_gradients
-    return NuEstimate(step_aware(solver.steps) if nu is None else nu, error, nus, disagreement, len(tasks), gradients)
+    longest = float(torch.cat(shifts).double().median().reciprocal()) if shifts else math.inf
+    chosen = within(step_aware(solver.steps) if nu is None else nu, longest, nus)
+    return NuEstimate(chosen, error, nus, disagreement, len(tasks), gradients, longest)
+
+
+def within(nu: float, longest: float, nus: Sequence[float]) -> float:
+    """ν, or where it is larger than `longest` the next smaller one that lies between two of the ladder; its last one at least.
+
+    A shifted start further from θ than the solution is where the model is no longer the one that was trained.
+
+    Example:
+        >>> within(0.3, 0.5, [1.0, 0.25, 0.0625]), within(0.3, 0.2, [1.0, 0.25, 0.0625]), within(0.3, 0.01, [1.0, 0.25, 0.0625])
+        (0.3, 0.125, 0.0625)
+    """
+    if nu <= longest or math.isnan(longest):
+        return nu
+    return max((mean for pair in pairwise(nus) if (mean := math.sqrt(pair[0] * pair[1])) <= min(nu, longest)), default=nus[-1])
 
 
 def best_nu(nus: Sequence[float], disagreement: Sequence[float], *, order: int) -> tuple[float | None, float]:
@@ -197,8 +219,11 @@ def _size(leaves: Iterable[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves]))
 
 
-def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: Sequence[float]) -> list[Params]:
-    """dφ/dν by the estimator's stencil at each ν, summed over all tasks."""
+def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: Sequence[float], shifts: list[Tensor]) -> list[Params]:
+    """dφ/dν by the estimator's stencil at each ν, summed over all tasks.
+
+    `shifts` takes for each task how far from θ a shifted start is for each unit of ν, as a multiple of the solution's distance.
+    """
     stencil = STENCILS[estimator.stencil]
     problem = inners[0].problem
     dtypes = problem.theta_dtypes
@@ -211,7 +236,10 @@ def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: S
         if estimator.nudge == "gradient" or estimator.start != "theta" or stencil.base:
             base = inner.solve(solver).displacement
         if base is not None and (estimator.nudge == "gradient" or estimator.start == "shifted"):
+            distance = norm(base)
             force = inner.query_gradient(base)
+            if estimator.start == "shifted":
+                shifts.append(norm(centre_shift(inner, force)) / distance)
         if base is not None and stencil.base:
             warm = {n: leaf.clone() for n, leaf in base.items()} if estimator.start == "solution" else None
             still = inner.solve(solver, start=warm).displacement if warm is not None else base
@@ -315,7 +343,7 @@ class NuTuner:
         before = self._disagreement if self._disagreement is not None else found.disagreement
         self._disagreement = [_mean(a, b) for a, b in zip(before, found.disagreement, strict=True)]
         nu, _ = best_nu(found.nus, self._disagreement, order=STENCILS[estimator.stencil].order)
-        self.nu = nu if nu is not None else self.nu if self.nu is not None else found.nu
+        self.nu = within(nu if nu is not None else self.nu if self.nu is not None else found.nu, found.longest, found.nus)
         self.last, self._age, self._made_for = found, 0, (estimator, solver)
         self.gradients += found.gradients
         return found

@@ -13,7 +13,7 @@ from metanudge.experiments.base import Cell, Result, Row
 from metanudge.experiments.spread import Mean, Spread
 
 POINTS = ("untrained", "trained")
-DATA = {"mnist1d": "MNIST-1D", "omniglot": "Omniglot", "sinusoid": "sinusoids"}
+DATA = {"mnist1d": "MNIST-1D", "omniglot": "Omniglot", "sinusoid": "sinusoids", "overshoot": "sinusoids with large steps"}
 Options = Mapping[str, Sequence[str]]  # for each of nudge, start, stencil, nu
 
 
