@@ -59,7 +59,9 @@ def accuracies(result: Result[Any], parts: Sequence[str]) -> Drawing:
         base = accuracy(result, part, Variant.default())
         if base is not None:
             one.axvline(base.mean, color=style.INK, linewidth=0.8, linestyle=(0, (1, 3)))
-        one.set(xlabel=f"accuracy on test tasks (open: {result.config.more_steps} steps)", title=DATA[part])
+        low, high = one.get_xlim()
+        what = "accuracy on test tasks" if part in ("mnist1d", "omniglot") else "variance explained"
+        one.set(xlabel=f"{what} (open: {result.config.more_steps} steps)", title=DATA[part], xlim=(max(low, -0.05), min(high, 1.02)))
     names = [f"{variant}{'  (default)' if variant == Variant.default() else ''}" for variant in reversed(variants)]
     axes[0][0].set_yticks(range(len(variants)), names)
     ends = "; ".join(f"{v} {found.mean:.3f}" for v in variants if (found := accuracy(result, parts[0], v)) is not None)

@@ -215,6 +215,8 @@ def draw(result: Result[Config]) -> list[Drawing]:
         for axis, digits in ((one.xaxis, "25" if right < 100 * left else "3"), (one.yaxis, "235" if high > 4 * low else "23456789")):
             style.plain_ticks(axis)
             axis.set_minor_formatter(lambda value, _, digits=digits: f"{value:g}" if f"{value:e}"[0] in digits else "")
+    for one in axes.flat[len(settings) :]:
+        one.set_axis_off()
     for row in axes:
         row[0].set_ylabel("errors on test tasks, %")
     style.legend(axes[0][-1])

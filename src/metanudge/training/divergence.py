@@ -30,7 +30,7 @@ class DivergenceWatch:
         return (
             f"The inner residual grew in {sum(self._grew)} of {_RECENT} meta-steps: the inner steps overshoot. Training may work all the "
             "same, and fomaml often does; fobmaml and imaml rely on inner steps that settle and may stop learning. Use a smaller lr in "
-            "--solver or a larger --lam; --estimator fobmaml:nu=auto tells whether any ν gives a meta-gradient larger than its error."
+            "--solver or a larger --lam."
         )
 
     def see_error(self, error: float) -> str | None:
