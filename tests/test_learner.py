@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import metanudge as mn
 from conformance import SOLVER, Snapshot, learner_for
-from metanudge.learner import LARGEST_STACKED_ON_CPU
+from metanudge.engine_choice import LARGEST_STACKED_ON_CPU
 from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded
 
 ENGINES = ("stacked", "inplace")

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from metanudge.bilevel import Hypergradient, hypergradient, solve_bilevel
     from metanudge.engines import StackingError
     from metanudge.estimators import ESMAML, FOBMAML, FOMAML, IMAML, MAML, Exact, NonFiniteError, Reptile, Stats
+    from metanudge.evaluation import Evaluation
     from metanudge.gradcheck import GradientReport, check_gradient
-    from metanudge.learner import Evaluation, MetaLearner
+    from metanudge.learner import MetaLearner
     from metanudge.solvers import LBFGS, GradientDescent, Nesterov, NewtonCG, TorchOptimizer
     from metanudge.task import Task, TaskBatch
 
@@ -27,7 +28,8 @@ _HOMES = {
     "engines": ("StackingError",),
     "estimators": ("ESMAML", "Exact", "FOBMAML", "FOMAML", "IMAML", "MAML", "NonFiniteError", "Reptile", "Stats"),
     "gradcheck": ("GradientReport", "check_gradient"),
-    "learner": ("Evaluation", "MetaLearner"),
+    "evaluation": ("Evaluation",),
+    "learner": ("MetaLearner",),
     "solvers": ("GradientDescent", "LBFGS", "Nesterov", "NewtonCG", "TorchOptimizer"),
     "task": ("Task", "TaskBatch"),
 }

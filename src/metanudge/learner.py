@@ -5,31 +5,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from metanudge.engine_choice import EngineChoice, EngineName
 from metanudge.engines import Cost, Engine, InplaceEngine, StackedEngine, StackingError
 from metanudge.engines.capture import Captures
 from metanudge.engines.compiled import compilation, compiles
 from metanudge.engines.inplace import InplaceInner
 from metanudge.engines.randomness import mix
-from metanudge.engines.room import bytes_per_row, free_memory, rows_that_fit
-from metanudge.engines.stacked import runs_chain, runs_trunk
-from metanudge.estimators import FOBMAML, IMAML, MAML, Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.estimators import FOBMAML, Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.evaluation import Evaluation, evaluate
 from metanudge.params import Params
 from metanudge.problem import Loss, Objective, Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
-from metanudge.solvers import GradientDescent, LinearSolver, Solver
+from metanudge.solvers import GradientDescent, Solver
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
-EngineName = Literal["auto", "stacked", "inplace"]
 Tasks = TaskBatch | Task | Iterable[Task]
 logger = logging.getLogger("metanudge")
 T = TypeVar("T")
@@ -116,9 +113,8 @@ class MetaLearner(nn.Module):
         self.compiled = compile
         self.calls = 0
         self._cached: tuple[Any, Problem, Any] | None = None
-        self._cannot_stack: str | None = None
+        self._choice = EngineChoice()
         self._captures = Captures()
-        self._room: dict[Hashable, int | None] = {}
         self.tuner = NuTuner()
         StackedEngine(chunk)
         fixed = self.problem()
@@ -136,7 +132,7 @@ class MetaLearner(nn.Module):
             kept = (self.model, self.loss, dict(self.lam) if isinstance(self.lam, Mapping) else self.lam, self.regulariser, self.log_lam)
             term = self.log_lam if self.log_lam is not None else self.lam
             self._cached = (key, Problem(Objective(self.model, self.loss), term, adapt=patterns, regulariser=self.regulariser), kept)
-            self._cannot_stack = None
+            self._choice.cannot_stack = None
         return self._cached[1]
 
     def stiffness(self) -> Params:
@@ -265,41 +261,20 @@ class MetaLearner(nn.Module):
             problem.check_tasks(batch)
             engine, _ = self._choose(batch, problem)
             try:
-                return _evaluate(problem, batch, solver, engine, seed)
+                return evaluate(problem, batch, solver, engine, seed)
             except StackingError as error:
                 if self.engine != "auto":
                     raise
                 self._fall_back(error)
-                return _evaluate(problem, batch, solver, InplaceEngine(), seed)
+                return evaluate(problem, batch, solver, InplaceEngine(), seed)
 
     def choose_engine(self, batch: TaskBatch) -> tuple[Engine, str]:
         """The engine for a batch, and why."""
         return self._choose(batch, self.problem())
 
     def _choose(self, batch: TaskBatch, problem: Problem) -> tuple[Engine, str]:
-        stacked, inplace = StackedEngine(self._chunk_for(batch, problem)), InplaceEngine()
-        if self.engine != "auto":
-            return (stacked if self.engine == "stacked" else inplace), "as asked"
-        if "inplace" not in self.estimator.engines:
-            return stacked, f"{type(self.estimator).__name__} needs it"
-        if self._cannot_stack is not None:
-            return inplace, "the model cannot be stacked"
-        if not isinstance(self.solver, LinearSolver):
-            return inplace, f"{type(self.solver).__name__} works on one task at a time"
-        size = sum(p.numel() for p in (*problem.parameters.values(), *problem.shared.values()))
-        if problem.device.type == "cpu":
-            if size <= LARGEST_STACKED_ON_CPU:
-                return stacked, f"{size} parameters: on a CPU many small solves are faster side by side"
-            if isinstance(self.estimator, IMAML):
-                if runs_chain(problem, batch):
-                    return stacked, "second derivatives of a chain of layers are faster side by side"
-            elif not problem.shared and runs_trunk(problem, batch):  # gradients by shared parameters run layer by layer
-                rows = self.chunk if self.chunk is not None else max(self.estimator.width, NUMBERS_AT_ONCE_ON_CPU // size)
-                return StackedEngine(rows), f"convolution blocks run as one operation, {rows} solves side by side"
-            return inplace, f"{size} parameters: on a CPU large solves are faster one after the other"
-        if size * len(batch) * self.estimator.width <= LARGEST_STACKED_ELSEWHERE:
-            return stacked, "many solves side by side fill the device"
-        return inplace, f"{len(batch)} tasks of {size} parameters would not fit side by side"
+        options: dict[str, Any] = {"asked": self.engine, "chunk": self.chunk, "estimator": self.estimator, "solver": self.solver}
+        return self._choice(batch, problem, **options)
 
     def extra_repr(self) -> str:
         """Solver, estimator and engine, for `repr`."""
@@ -320,95 +295,12 @@ class MetaLearner(nn.Module):
                 self._fall_back(error)
                 return run(InplaceEngine())
 
-    def _chunk_for(self, batch: TaskBatch, problem: Problem) -> int | None:
-        """The chunk asked for; otherwise what the free memory holds, for second derivatives on a CPU what is fastest.
-
-        Looked at once for each shape of tasks.
-        """
-        kind = problem.device.type
-        graphs = self._graphs
-        if self.chunk is not None or self.engine == "inplace" or not (kind == "cuda" or (kind == "cpu" and graphs)):
-            return self.chunk
-        key = (problem, graphs, self.estimator.width, *((len(stack), stack.signature) for stack in batch.stacks))
-        if key not in self._room:
-            try:
-                per_row = max(bytes_per_row(problem, stack.task(0), graphs=graphs) for stack in batch.stacks)
-            except Exception:  # model and data do not go together: the solves say what is wrong, and this could not
-                return None
-            fit = rows_that_fit(per_row, free_memory(problem.device) if kind == "cuda" else BYTES_AT_ONCE_ON_CPU)
-            self._room = {key: None if fit >= len(batch) * self.estimator.width else fit}
-        return self._room[key]
-
-    @property
-    def _graphs(self) -> int:
-        """How many support gradients the estimator holds with the graphs that made them."""
-        if isinstance(self.estimator, MAML):
-            return self.estimator.unrolled(self.solver)
-        return int(isinstance(self.estimator, IMAML) or getattr(self.estimator, "stencil", None) == "tangent")
-
     def _fall_back(self, error: StackingError) -> None:
-        self._cannot_stack = str(error)
+        self._choice.cannot_stack = str(error)
         logger.warning("engine: in place from now on. %s", error)
 
     def _solver(self, steps: int | None) -> Solver:
         return self.solver if steps is None else dataclasses.replace(self.solver, steps=steps)  # type: ignore[type-var]
-
-
-# Measured on 2 cores: an MLP of 77,000 parameters is 2.6 times faster stacked; from a Conv4 of 112,000 on times are alike, and in place
-# needs a fraction of the memory.
-LARGEST_STACKED_ON_CPU = 100_000
-# Convolution blocks at the beginning of a model (see `engines.trunk`) are 1.4 to 2.6 times faster stacked: measured on 2 cores with Conv4
-# of 8 to 128 channels on 28×28 and 84×84 images, 1 to 16 tasks, 5 to 75 examples. More rows than a few bring nothing then; they are as
-# many as have this many parameters together, 8 MB a copy in float32.
-NUMBERS_AT_ONCE_ON_CPU = 2_000_000
-# By the estimate of `engines.room`, two to three times what a chain of layers needs. Measured on 2 cores, Conv4-64 and 28×28 images: 4 of
-# MAML's 5-shot tasks side by side are twice as fast as 12 (of iMAML's 6, by a fifth); of 1-shot tasks 4 to 12 are alike.
-BYTES_AT_ONCE_ON_CPU = 3 * 2**30
-LARGEST_STACKED_ELSEWHERE = 500_000_000
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Query loss and accuracy of every task, before and after adaptation, in the order of the tasks."""
-
-    loss_before: Tensor
-    accuracy_before: Tensor
-    loss: Tensor
-    accuracy: Tensor
-
-    @property
-    def mean_loss(self) -> float:
-        """Mean query loss after adaptation."""
-        return float(self.loss.mean())
-
-    @property
-    def mean_accuracy(self) -> float:
-        """Mean query accuracy after adaptation; NaN where the tasks are no classification."""
-        return float(self.accuracy.mean())
-
-    @property
-    def accuracy_ci95(self) -> float:
-        """Half-width of the 95 % confidence interval of the mean accuracy over tasks."""
-        n = len(self.accuracy)
-        return float(1.96 * self.accuracy.std() / math.sqrt(n)) if n > 1 else math.nan
-
-    def __str__(self) -> str:
-        text = f"query loss {float(self.loss_before.mean()):.4g} → {self.mean_loss:.4g}"
-        if not math.isnan(self.mean_accuracy):
-            text += f", accuracy {float(self.accuracy_before.mean()):.2%} → {self.mean_accuracy:.2%} ± {self.accuracy_ci95:.2%}"
-        return f"{text} ({len(self.loss)} tasks)"
-
-
-def _evaluate(problem: Problem, batch: TaskBatch, solver: Solver, engine: Engine, seed: int) -> Evaluation:
-    columns = [torch.zeros(len(batch), dtype=torch.float64) for _ in range(4)]
-    with engine.session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
-        for inner in groups:
-            before = inner.measure_query(None)
-            after = inner.measure_query(inner.solve(solver).displacement)
-            values = (before.loss, before.accuracy, after.loss, after.accuracy)
-            for column, value in zip(columns, values, strict=True):
-                column[list(inner.places)] = value.double().cpu()
-    return Evaluation(*columns)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import metanudge as mn
-from metanudge import learner as learner_module
+from metanudge import engine_choice
 from metanudge.engines.room import bytes_per_row, rows_that_fit
 from metanudge.problem import Objective, Problem
 
@@ -52,7 +52,7 @@ def test_second_derivatives_on_a_cpu_take_a_few_tasks_at_a_time(estimator, monke
     want = whole.meta_gradient(tasks)[0]
     assert whole.choose_engine(tasks)[0].chunk is None, "these are small"
     per_row = bytes_per_row(whole.problem(), tasks[0], graphs=5 if isinstance(estimator, mn.MAML) else 1)
-    monkeypatch.setattr(learner_module, "BYTES_AT_ONCE_ON_CPU", 3 * per_row)
+    monkeypatch.setattr(engine_choice, "BYTES_AT_ONCE_ON_CPU", 3 * per_row)
     few = mn.MetaLearner(model, LOSS, estimator=estimator, engine="stacked")
     assert few.choose_engine(tasks)[0].chunk == rows_that_fit(per_row, 3 * per_row) == 2
     for name, leaf in few.meta_gradient(tasks)[0].items():
@@ -69,7 +69,7 @@ def test_little_memory_means_small_chunks_and_the_same_result(monkeypatch):
     want = whole.meta_gradient(tasks)[0]
     assert whole.choose_engine(tasks)[0].chunk is None
     per_row = bytes_per_row(whole.problem(), tasks[0])
-    monkeypatch.setattr(learner_module, "free_memory", lambda device: 5 * per_row)
+    monkeypatch.setattr(engine_choice, "free_memory", lambda device: 5 * per_row)
     small = mn.MetaLearner(model, LOSS, engine="stacked")
     assert small.choose_engine(tasks)[0].chunk == rows_that_fit(per_row, 5 * per_row) == 3
     for name, leaf in small.meta_gradient(tasks)[0].items():

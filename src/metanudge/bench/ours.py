@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from metanudge.bench.contender import Contender, Gradient, Prepared, Work
 from metanudge.bench.workload import Workload
+from metanudge.engine_choice import EngineName
 from metanudge.estimators import FOBMAML, FOMAML, IMAML, MAML, Estimator, Reptile, Stats
-from metanudge.learner import EngineName, MetaLearner
+from metanudge.learner import MetaLearner
 from metanudge.solvers import GradientDescent
 
 

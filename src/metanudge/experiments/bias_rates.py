@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import metanudge as mn
+from metanudge.engine_choice import EngineName
 from metanudge.estimators import Estimator
 from metanudge.estimators.stencils import STENCILS
 from metanudge.experiments import style
@@ -105,7 +106,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     return rows
 
 
-def _gradient(setup: Setup, lam: float, solver: Solver, estimator: Estimator, engine: mn.learner.EngineName = "inplace") -> Params:
+def _gradient(setup: Setup, lam: float, solver: Solver, estimator: Estimator, engine: EngineName = "inplace") -> Params:
     learner = mn.MetaLearner(setup.model, setup.loss, lam=lam, solver=solver, estimator=estimator, engine=engine)
     return learner.meta_gradient(setup.tasks, metrics=False)[0]
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from metanudge.engines.randomness import mix
 from metanudge.estimators import NonFiniteError, Stats
-from metanudge.learner import Evaluation, MetaLearner
+from metanudge.evaluation import Evaluation
+from metanudge.learner import MetaLearner
 from metanudge.params import Params
 from metanudge.tasks import Episodes
 from metanudge.tasks.ahead import Ahead

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from metanudge.learner import Evaluation, MetaLearner
+from metanudge.evaluation import Evaluation
+from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
 from metanudge.training.config import TrainConfig
 from metanudge.training.distributed import Group

@@ -1,0 +1,59 @@
+"""How well a learner adapts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metanudge.engines import Cost, Engine
+from metanudge.problem import Problem
+from metanudge.solvers import Solver
+from metanudge.task import TaskBatch
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Query loss and accuracy of every task, before and after adaptation, in the order of the tasks."""
+
+    loss_before: Tensor
+    accuracy_before: Tensor
+    loss: Tensor
+    accuracy: Tensor
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean query loss after adaptation."""
+        return float(self.loss.mean())
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Mean query accuracy after adaptation; NaN where the tasks are no classification."""
+        return float(self.accuracy.mean())
+
+    @property
+    def accuracy_ci95(self) -> float:
+        """Half-width of the 95 % confidence interval of the mean accuracy over tasks."""
+        n = len(self.accuracy)
+        return float(1.96 * self.accuracy.std() / math.sqrt(n)) if n > 1 else math.nan
+
+    def __str__(self) -> str:
+        text = f"query loss {float(self.loss_before.mean()):.4g} → {self.mean_loss:.4g}"
+        if not math.isnan(self.mean_accuracy):
+            text += f", accuracy {float(self.accuracy_before.mean()):.2%} → {self.mean_accuracy:.2%} ± {self.accuracy_ci95:.2%}"
+        return f"{text} ({len(self.loss)} tasks)"
+
+
+def evaluate(problem: Problem, batch: TaskBatch, solver: Solver, engine: Engine, seed: int) -> Evaluation:
+    """Adapt to every task's support set and measure on its query set."""
+    columns = [torch.zeros(len(batch), dtype=torch.float64) for _ in range(4)]
+    with engine.session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
+        for inner in groups:
+            before = inner.measure_query(None)
+            after = inner.measure_query(inner.solve(solver).displacement)
+            values = (before.loss, before.accuracy, after.loss, after.accuracy)
+            for column, value in zip(columns, values, strict=True):
+                column[list(inner.places)] = value.double().cpu()
+    return Evaluation(*columns)
