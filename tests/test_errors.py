@@ -648,3 +648,11 @@ def test_the_setups_of_this_file_are_sound():
     assert first_bad_step(setup, 0, lr=0.1, lam=2.0) == 3
     for engine in ENGINES:
         learner_for(mlp(), engine=engine, solver=SOLVER).backward(SETUPS["mlp"]().tasks)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_nudge_that_goes_too_far_alone_says_so(engine: str):
+    setup = mlp()
+    far = learner_for(setup, mn.FOBMAML(nu=1e200, start="shifted"), engine)
+    with refused(mn.NonFiniteError, "nudged problem", "Without the nudge all was finite", 'start="theta"', model=setup.model):
+        far.backward(setup.tasks)

@@ -228,9 +228,11 @@ class MetaGradient:
         step, row = check.first_bad
         quantity, places = check.quantity, check.places
         when = f"at inner step {step}" if check.in_steps else "after the inner steps"
+        alone = "of the nudged problem" in quantity  # the un-nudged one was solved before
+        more = ' Without the nudge all was finite: a smaller nu or start="theta" may do, too.' if alone else ""
         raise NonFiniteError(
             f"The {quantity} of task {places[row % len(places)]} became NaN or Inf {when}. Usually the inner steps diverge: use a "
-            "smaller lr in the solver or a larger lam. If it is step 0, look for NaN in the data or the model's parameters. "
+            f"smaller lr in the solver or a larger lam.{more} If it is step 0, look for NaN in the data or the model's parameters. "
             "Nothing was written to .grad."
         )
 

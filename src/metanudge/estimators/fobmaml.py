@@ -171,7 +171,7 @@ class FOBMAML:
                 if total.metrics:
                     total.record_query(None, inner.measure_query(nudged.displacement), tasks=inner.tasks, share=share)
             else:
-                total.check(inner.places, "nudged loss", nudged.losses)
+                total.check(inner.places, "loss of the nudged problem", nudged.losses)
                 total.check(inner.places, "gradient of the nudged problem", nudged.residuals)
             total.record_error(nudged, weights, inner.problem.smallest_lam)
             used = offsets if self.nudge == "loss" else None
