@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -83,6 +84,14 @@ def test_any_options_give_a_solver_or_a_user_error(text: str) -> None:
 @pytest.mark.parametrize("spelling", ["fomaml", "FOMAML", "fo-maml", "FO_MAML", "Fo-MaMl"])
 def test_names_ignore_case_and_hyphens(spelling: str) -> None:
     assert specs.build_estimator(spelling) == mn.FOMAML()
+
+
+@pytest.mark.parametrize(("kind", "lr"), [("classification", 0.1), ("regression", 0.01)])
+def test_the_automatic_solver_follows_the_kind_of_tasks(kind: Literal["classification", "regression"], lr: float) -> None:
+    assert specs.build_solver("auto", kind) == mn.GradientDescent(lr=lr, steps=5)
+    canonical = str(specs.parse_solver("Auto", kind))
+    assert specs.build_solver(canonical) == mn.GradientDescent(lr=lr, steps=5)
+    assert "takes no options" in refusal(specs.build_solver, "auto:lr=0.2")
 
 
 def test_all_estimators_and_solvers_can_be_named() -> None:

@@ -64,8 +64,9 @@ class TrainConfig:
     adapt: str = "*"
     """Which parameters adapt to a task, as a pattern of their names or several with commas (head.*); the others are meta-learned only."""
 
-    solver: str = "gradient_descent:lr=0.1,steps=5"
-    """How a task is adapted to: gradient_descent, nesterov, lbfgs, newton_cg, or torch_optimizer:optimizer=adam,lr=0.01,steps=5."""
+    solver: str = "auto"
+    """How a task is adapted to: gradient_descent:lr=0.1,steps=5 (auto; for regression lr=0.01), nesterov, lbfgs, newton_cg,
+    torch_optimizer:optimizer=adam,lr=0.01,steps=5."""
 
     estimator: str = "fobmaml"
     """How the meta-gradient is made: fobmaml, maml, fomaml, reptile, imaml, esmaml, exact. fobmaml:nu=0.1 is the paper's."""

@@ -290,7 +290,7 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
     `shapes` is an episode source, or anything else that says what the tasks look like.
     """
     device = choose_device(config)
-    solver, estimator = specs.build_solver(config.solver), specs.build_estimator(config.estimator)
+    solver, estimator = specs.build_solver(config.solver, shapes.kind), specs.build_estimator(config.estimator)
     # Weights are drawn on the CPU, so that they are the same wherever the run goes.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(config.seed, 1))
@@ -331,7 +331,7 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
         config,
         data=data,
         model=str(specs.parse_model(config.model, source)),
-        solver=str(specs.parse_solver(config.solver)),
+        solver=str(specs.parse_solver(config.solver, source.kind)),
         estimator=str(specs.parse_estimator(config.estimator)),
         optimizer=str(specs.parse_optimizer(config.optimizer)),
     )

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,9 +15,10 @@ from metanudge.estimators import ESTIMATORS, Estimator
 from metanudge.learner import MetaLearner
 from metanudge.solvers import Solver, TorchOptimizer
 from metanudge.training.errors import UserError
-from metanudge.training.specs.language import Spec, known, split
+from metanudge.training.specs.language import Spec, known, normal, split
 from metanudge.training.specs.targets import convert, make
 
+TaskKind = Literal["classification", "regression"]
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
@@ -42,10 +43,14 @@ ESTIMATORS_BY_NAME: dict[str, Any] = {estimator.__name__.lower(): estimator for 
 OPTIMIZERS: dict[str, OptimizerFactory] = _all_optimizers()
 
 
-def parse_solver(text: str) -> Spec:
-    """A solver's spec, with its options converted."""
+def parse_solver(text: str, kind: TaskKind = "classification") -> Spec:
+    """A solver's spec, with its options converted; `auto` becomes what suits the tasks (squared errors curve more than cross-entropy)."""
+    if normal(text) == "auto":
+        return Spec("gradient_descent", {"lr": 0.1 if kind == "classification" else 0.01, "steps": 5})
     name, raw = split("--solver", text)
-    name = known(name, SOLVERS, "--solver", "solver")
+    name = known(name, ("auto", *SOLVERS), "--solver", "solver")
+    if name == "auto":
+        raise UserError("--solver auto takes no options. Name the solver: gradient_descent:lr=0.1,steps=5.")
     if SOLVERS[name] is not TorchOptimizer:
         return Spec(name, convert(raw, SOLVERS[name], "--solver", name))
     own = {"optimizer", "steps", "tol", "batch_size"}
@@ -57,14 +62,14 @@ def parse_solver(text: str) -> Spec:
     return Spec(name, values | convert(rest, OPTIMIZERS[values["optimizer"]], "--solver", values["optimizer"], also=sorted(own)))
 
 
-def build_solver(text: str) -> Solver:
+def build_solver(text: str, kind: TaskKind = "classification") -> Solver:
     """The solver that a spec describes.
 
     Example:
         >>> build_solver("gradient-descent:lr=0.1,steps=5")
         GradientDescent(lr=0.1, steps=5, tol=None, batch_size=None)
     """
-    spec = parse_solver(text)
+    spec = parse_solver(text, kind)
     options = dict(spec.options)
     if SOLVERS[spec.name] is TorchOptimizer:
         factory = OPTIMIZERS[options.pop("optimizer")]
