@@ -25,6 +25,7 @@ LAYERS = (
     {"solvers"},
     {"engines"},
     {"estimators", "tuning"},
+    {"engine_choice", "evaluation"},
     {"learner", "gradcheck", "bilevel"},
     {"training"},
     {"experiments", "report", "bench"},
