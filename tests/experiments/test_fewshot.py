@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,29 @@ def test_the_verdict_on_omniglot_follows_the_rows() -> None:
     assert "below iMAML with as many steps" in omniglot_verdict(0.97, 0.991)[1]
     assert "longer training does not help" in omniglot_verdict(0.992, 0.991)[1]
     assert omniglot_verdict(0.92, 0.91, imaml=0.99)[0] == "not"
+
+
+def test_rates_found_for_one_seed_serve_the_others_of_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"val_tasks": 2, "watch_tasks": 2, "test_tasks": 2, "tasks": 2, "queries": 2, "channels": 4}
+    grid = {"inner_rates": (0.05, 0.1), "tuning": (1, 2), "tuning_keep": 2, "glyphs": True}
+    config = omniglot.Config(settings=FIVE_WAY[:1], extra_settings=(), iterations=2, long=0, longest=(), **few, **grid)
+    cell = {"setting": FIVE_WAY[0], "method": m.FO_MAML, "iterations": 2, "seed": 0}
+    first = omniglot.measure(cell, config, CPU)
+    best, tried, scores = omniglot.tuned(FIVE_WAY[0], m.FO_MAML, config, CPU)
+    assert len(tried) == 6 + 2
+
+    def search(*args: object, **options: object) -> None:
+        raise AssertionError("searched again")
+
+    monkeypatch.setattr(fewshot, "best_recipe", search)
+    monkeypatch.setattr(omniglot, "_known", {})
+    omniglot.tuned.cache_clear()
+    result = Result(omniglot.EXPERIMENT.name, "full", config, [Measured(cell, first, 0.0, 0)])
+    omniglot.EXPERIMENT.remember(result)
+    assert omniglot.tuned(FIVE_WAY[0], m.FO_MAML, config, CPU) == (replace(best, iterations=2), tried, scores)
+    again = omniglot.measure({**cell, "seed": 1}, config, CPU)
+    assert [row for row in again if row["kind"] == "tuning"] == [row for row in first if row["kind"] == "tuning"]
+    omniglot.tuned.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------------ ablation

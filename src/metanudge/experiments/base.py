@@ -222,6 +222,7 @@ class Experiment(Generic[C]):
         table: numbers.
         judge: verdict on the claim.
         notes: what we do differently from the paper, or had to choose because it does not say.
+        remember: told before cells are measured what there is of the others, so that nothing is found out twice.
     """
 
     name: str
@@ -235,6 +236,7 @@ class Experiment(Generic[C]):
     table: Callable[[Result[C]], Table]
     judge: Callable[[Result[C]], Verdict]
     notes: str = ""
+    remember: Callable[[Result[C]], None] = lambda result: None
 
     def configuration(self, mode: Mode) -> C:
         """The config of a mode."""

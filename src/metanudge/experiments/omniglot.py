@@ -151,9 +151,30 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     return rows
 
 
+Tuned = tuple[fewshot.Recipe, list[fewshot.Recipe], list[float]]  # the best, and all that were tried with their accuracies
+_known: dict[tuple[str, str, Config], Tuned] = {}
+
+
+def remember(result: Result[Config]) -> None:
+    """Learning rates that were found for other seeds, or other numbers of meta-steps."""
+    config = result.config
+    for one in result.measured:
+        setting, method = str(one.cell["setting"]), str(one.cell["method"])
+        tasks = config.many_way_tasks if setting in TWENTY_WAY else config.tasks
+
+        def recipe(row: Row, iterations: Any, tasks: int = tasks) -> fewshot.Recipe:
+            return fewshot.Recipe(float(row["inner"] or 0), float(row["rate"] or 0), int(iterations), tasks, cosine=True)
+
+        tried = [row for row in one.rows if row["kind"] == "tuning"]
+        best = recipe(next(row for row in one.rows if row["kind"] == "test"), config.tuning[-1])
+        _known[setting, method, config] = best, [recipe(row, row["iteration"]) for row in tried], [row["accuracy"] for row in tried]
+
+
 @functools.cache
-def tuned(setting: str, method: str, config: Config, device: torch.device) -> tuple[fewshot.Recipe, list[fewshot.Recipe], list[float]]:
+def tuned(setting: str, method: str, config: Config, device: torch.device) -> Tuned:
     """The best pair of learning rates for a setting and method, on a model and a stream of tasks of its own; the same for all seeds."""
+    if (setting, method, config) in _known:
+        return _known[setting, method, config]
     trial, _ = _trial(setting, method, config, device, seed=1000)
     tasks = config.many_way_tasks if setting in TWENTY_WAY else config.tasks
     pairs = [(inner, rate) for inner in config.inner_rates for rate in config.meta_rates]
@@ -356,6 +377,7 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
+    remember=remember,
     notes=(
         "Conv4 with 64 filters and BatchNorm, 15 queries a class, λ = 2, ν = 0.1, K = 5, Adam, as in the paper; 32 tasks a meta-step "
         "(16 in 20-way) and a cosine schedule are ours. The paper searches the meta-learning rate; it does not give the inner one, so "

@@ -60,6 +60,7 @@ def run(experiment: Experiment[Any], options: Options, *, progress: Progress | N
             raise UserError(_nothing_matches(options.pattern, result.missing))
         show.note(f"{experiment.name}: all {len(result.measured)} cells are there ({file}); --restart measures anew")
         return result
+    experiment.remember(result)
     result, machine = _with_machine(result, provenance(device))
     show.begin(experiment.name, total=len(result.measured) + len(wanted), done=len(result.measured))
     longest = max((one.seconds for one in result.measured if one.machine == machine), default=0.0)
