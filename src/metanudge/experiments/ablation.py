@@ -297,8 +297,8 @@ EXPERIMENT = Experiment(
         f"both 95 % intervals together (at least {NOISE:g}), as worse also where it fails on a seed; stencils and the start at the "
         "solution, which were trained with the paper's ν only, are compared there. The library's defaults are chosen from this "
         "table. "
-        "Sinusoids, their larger inner rate and the rule about failures were added after MNIST-1D and Omniglot had spoken for the shifted "
-        "start, to see where it fails: judged on the image data alone, or without the larger rate, the verdict would be partly (start = "
+        "Sinusoids, their larger inner rate and the rule about failures were added after MNIST-1D and Omniglot had spoken for the "
+        "shifted start, to see where it fails: judged on the image data alone, or without the larger rate, the verdict would be partly (start = "
         "shifted)."
     ),
 )
