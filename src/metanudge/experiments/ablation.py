@@ -295,10 +295,9 @@ EXPERIMENT = Experiment(
         "inner steps overshoot) the share of the variance that it explains, 0 where training ended in NaN. An alternative counts as "
         "better or worse where it is so by more than "
         f"both 95 % intervals together (at least {NOISE:g}), as worse also where it fails on a seed; stencils and the start at the "
-        "solution, which were trained with the paper's ν only, are compared there. The library's defaults are chosen from this "
-        "table. "
+        "solution, which were trained with the paper's ν only, are compared there. The library's defaults are chosen from this table. "
         "Sinusoids, their larger inner rate and the rule about failures were added after MNIST-1D and Omniglot had spoken for the "
-        "shifted start, to see where it fails: judged on the image data alone, or without the larger rate, the verdict would be partly (start = "
-        "shifted)."
+        "shifted start, to see where it fails: judged on the image data alone, or without the larger rate, the verdict would "
+        "be partly (start = shifted)."
     ),
 )
