@@ -105,10 +105,10 @@ def test_trunk_equals_its_layers(shape):
 
 
 ESTIMATORS = {
-    "loss nudge": mn.FOBMAML(),
-    "gradient nudge": mn.FOBMAML(nudge="gradient"),
-    "shifted": mn.FOBMAML(nudge="gradient", start="shifted"),
-    "from the solution": mn.FOBMAML(stencil="forward", start="solution"),
+    "loss nudge": mn.FOBMAML(nu=0.1),
+    "gradient nudge": mn.FOBMAML(nu=0.1, nudge="gradient"),
+    "shifted": mn.FOBMAML(nu=0.1, nudge="gradient", start="shifted"),
+    "from the solution": mn.FOBMAML(nu=0.1, stencil="forward", start="solution"),
     "FO-MAML": mn.FOMAML(),
     "Reptile": mn.Reptile(),
     "MAML": mn.MAML(),
@@ -147,6 +147,49 @@ def test_second_derivatives_equal_those_of_the_general_path_on_a_cpu(estimator, 
         assert float((gradient - exact).norm()) <= 1e-11 * float(exact.norm())
 
 
+SECOND_ORDER = {"MAML": mn.MAML(), "iMAML": mn.IMAML(cg_steps=3), "tangent": mn.FOBMAML(stencil="tangent")}
+
+
+@pytest.mark.parametrize("name", SECOND_ORDER)
+@pytest.mark.parametrize("bound", [None, 20_000])
+def test_second_derivatives_through_fused_blocks(name, bound, monkeypatch):
+    """In float32 blocks run fused; also where their activations are too many for one kernel."""
+    from metanudge.engines.trunk import tail
+
+    if bound is not None:
+        monkeypatch.setattr(tail, "_MOST", bound)
+    ours = learner(SECOND_ORDER[name])
+    exact = flat(learner(SECOND_ORDER[name], torch.float64).meta_gradient(batch(dtype=torch.float64))[0])
+    for _ in range(4):
+        assert float((flat(ours.meta_gradient(batch())[0]) - exact).norm()) <= 2e-5 * float(exact.norm())
+
+
+@pytest.mark.parametrize("shape", [(3, 20, 6, 7), (2, 128, 4, 4), (5, 64, 3, 2), (25, 2048, 14, 14)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_norm_relu_and_pooling_as_one_operation(shape, dtype):
+    from metanudge.engines.trunk.tail import normalise_and_pool
+
+    torch.manual_seed(0)
+    z, gamma, beta = (torch.randn(size, device="cuda") for size in (shape, shape[1], shape[1]))
+    gamma[1], z = 0.0, z.to(dtype)
+
+    def layers(z: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+        return F.max_pool2d(F.relu(F.batch_norm(z, None, None, gamma, beta, True, 0.0, eps)), 2)
+
+    def derivatives(run, *leaves: Tensor) -> list[Tensor]:
+        leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+        y = run(*leaves, 1e-5)
+        torch.manual_seed(1)
+        outer = torch.randn(y.shape, device="cuda").to(y.dtype)
+        first = torch.autograd.grad((y.square() * outer).sum(), leaves, create_graph=True)
+        along = [torch.randn(g.shape, device="cuda").to(g.dtype) for g in first]
+        return [y, *first, *torch.autograd.grad(first, leaves, along)]
+
+    exact = derivatives(layers, z.double(), gamma.double(), beta.double())
+    for a, b in zip(derivatives(normalise_and_pool, z, gamma, beta), exact, strict=True):
+        assert (a - b).norm() <= (2e-6 if dtype == torch.float32 else 3e-2) * b.norm()
+
+
 def test_what_draws_random_numbers_is_not_recorded():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Dropout(0.5), nn.Linear(16, 5)).cuda()
@@ -181,7 +224,7 @@ def test_a_nan_is_told_and_forgotten():
 
 
 @pytest.mark.parametrize("mode", ["tf32", "bf16"])
-@pytest.mark.parametrize("name", ["loss nudge", "gradient nudge", "FO-MAML"])
+@pytest.mark.parametrize("name", ["loss nudge", "gradient nudge", "FO-MAML", "MAML"])
 def test_precision_is_no_worse_than_layer_by_layer(mode, name, monkeypatch):
     """Rounding moves choices of ReLU and max-pooling, so the error of one meta-gradient is a matter of luck: many are averaged."""
     torch.backends.cudnn.allow_tf32 = True

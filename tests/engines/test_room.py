@@ -65,12 +65,13 @@ def test_little_memory_means_small_chunks_and_the_same_result(monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).cuda()
     tasks = mn.TaskBatch.of([task(5, 10) for _ in range(6)]).to("cuda")
-    whole = mn.MetaLearner(model, LOSS, engine="stacked")
+    paper = mn.FOBMAML(nu=0.1)
+    whole = mn.MetaLearner(model, LOSS, engine="stacked", estimator=paper)
     want = whole.meta_gradient(tasks)[0]
     assert whole.choose_engine(tasks)[0].chunk is None
     per_row = bytes_per_row(whole.problem(), tasks[0])
     monkeypatch.setattr(engine_choice, "free_memory", lambda device: 5 * per_row)
-    small = mn.MetaLearner(model, LOSS, engine="stacked")
+    small = mn.MetaLearner(model, LOSS, engine="stacked", estimator=paper)
     assert small.choose_engine(tasks)[0].chunk == rows_that_fit(per_row, 5 * per_row) == 3
     for name, leaf in small.meta_gradient(tasks)[0].items():
         assert torch.allclose(leaf, want[name], atol=1e-6)

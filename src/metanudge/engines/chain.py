@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.func import vmap
 
 from metanudge.engines import convolution
 from metanudge.engines.compiled import triton_works
-from metanudge.engines.trunk import Block, BlockPlaces, BlockWeights, Trunk, match, order_for, rows_at_once, trunk_for
+from metanudge.engines.trunk import Block, BlockPlaces, BlockWeights, Tail, Trunk, match, order_for, rows_at_once, tail_for, trunk_for
 from metanudge.engines.trunk.match import halves
 from metanudge.params import Params
 from metanudge.problem import Objective, Problem
@@ -68,8 +69,18 @@ def _convolve_twice(layer: nn.Conv1d | nn.Conv2d, x: Signal, weights: Weights) -
     assert weight is not None
     if isinstance(layer.padding, str):
         return _convolve(layer, x, weights)
-    y = convolution.convolve(layer, x.fold(), weight.flatten(0, 1), x.rows)
+    y = convolution.convolve(layer, x.fold(), weight.flatten(0, 1), x.rows, layer.padding)
     return Signal(y if bias is None else y + bias.flatten().view(-1, *[1] * (y.ndim - 2)), x.rows, True)
+
+
+def _block_twice(block: Block, tail: Tail, layer: nn.Module, x: Signal, weights: Weights) -> Signal:
+    """A whole block where second derivatives will be taken; the convolution's bias cancels in the normalisation."""
+    weight, _, gamma, beta = _of_block(block, weights)
+    assert weight is not None
+    gamma, beta = (None if leaf is None else leaf.flatten() for leaf in (gamma, beta))
+    wide, weight = convolution.on_tensor_cores(x.fold(), weight.flatten(0, 1), x.rows)
+    z = convolution.convolve(block.conv, wide, weight, x.rows, block.padding)
+    return Signal(tail(z, gamma, beta, block.eps), x.rows, True)
 
 
 def _normalise(layer: nn.BatchNorm1d | nn.BatchNorm2d, x: Signal, weights: Weights) -> Signal:
@@ -153,7 +164,10 @@ def _per_example(layer: nn.Module, x: Signal, weights: Weights) -> Signal:
     return Signal(layer(each.flatten(0, 1)).unflatten(0, each.shape[:2]), x.rows, False)
 
 
-Step = Callable[[nn.Module, Signal, Weights], Signal]
+Step = Callable[..., Signal]
+"""What runs a layer: the layer, its inputs and what finds its weights → its outputs."""
+
+_TWICE: dict[Step, Step] = {_convolve: _convolve_twice}
 
 
 @dataclass(frozen=True)
@@ -245,8 +259,14 @@ class Chain:
 
     def losses_layer_by_layer(self, inputs: Tensor, targets: Tensor, phi: Params, objective: Objective) -> Tensor:
         """Losses `(rows,)` made of operations that can be differentiated twice; targets have a row axis."""
-        steps = [(layer, _convolve_twice if step is _convolve else step) for layer, step in self._steps]
-        outputs = self._run(Data(slice(0, len(inputs)), inputs), phi, None, steps).unfold()  # type: ignore[arg-type]
+        steps = [(layer, _TWICE.get(step, step)) for layer, step in self._steps]
+        if self._trunk is not None:
+            before, blocks, layers = self._trunk.before, self._trunk.blocks, self._trunk.layers
+            tail = tail_for(self._with_trunk(inputs)[1], blocks)
+            if tail is not None:
+                middle: list[tuple[nn.Module, Step]] = [(block.conv, partial(_block_twice, block, tail)) for block in blocks]
+                steps = [*steps[: len(before)], *middle, *steps[layers:]]
+        outputs = self._run(Data(slice(0, len(inputs)), inputs), phi, None, steps).unfold()
         return losses_of_rows(objective)(outputs, targets)
 
     def _has_head(self, last: nn.Module, objective: Objective) -> bool:
@@ -335,15 +355,15 @@ def _collect(module: nn.Module, steps: list[tuple[nn.Module, Step]]) -> bool:
         return all(_collect(child, steps) for child in module.children())
     step: Step | None = None
     if isinstance(module, (nn.Conv1d, nn.Conv2d)) and kind in (nn.Conv1d, nn.Conv2d):
-        step = _convolve if module.groups == 1 and module.padding_mode == "zeros" else None  # type: ignore[assignment]
+        step = _convolve if module.groups == 1 and module.padding_mode == "zeros" else None
     elif kind in NORMS:
-        step = _normalise  # type: ignore[assignment]
+        step = _normalise
     elif kind is nn.Linear:
-        step = _linear  # type: ignore[assignment]
+        step = _linear
     elif isinstance(module, nn.Flatten) and kind is nn.Flatten:
-        step = _flatten if (module.start_dim, module.end_dim) == (1, -1) else None  # type: ignore[assignment]
+        step = _flatten if (module.start_dim, module.end_dim) == (1, -1) else None
     elif isinstance(module, (nn.MaxPool1d, nn.MaxPool2d)) and halves(module):
-        step = _pool  # type: ignore[assignment]
+        step = _pool
     elif kind in ELEMENTWISE or (kind in POOLING and not getattr(module, "return_indices", False)):
         step = _apply
     elif isinstance(module, nn.Dropout) and (module.p == 0 or not module.training):

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+_FEWEST_CHANNELS = 4  # that cuDNN's kernels on tensor cores take
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,21 @@ class _How:
         return dx, dweight
 
 
-def convolve(layer: nn.Conv1d | nn.Conv2d, x: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """The layer's convolution with other weights and groups, without its bias."""
-    assert not isinstance(layer.padding, str)
+def convolve(layer: nn.Conv1d | nn.Conv2d, x: Tensor, weight: Tensor, groups: int, padding: tuple[int, ...]) -> Tensor:
+    """The layer's convolution with other weights, groups and padding, without its bias."""
     if torch.is_autocast_enabled(x.device.type):
         x, weight = (leaf.to(torch.get_autocast_dtype(x.device.type)) for leaf in (x, weight))
-    y: Tensor = _Convolution.apply(x, weight, _How(layer.stride, layer.padding, layer.dilation, groups))
+    y: Tensor = _Convolution.apply(x, weight, _How(layer.stride, padding, layer.dilation, groups))
     return y
+
+
+def on_tensor_cores(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Images and weights as cuDNN's kernels on tensor cores want them: channels last, and not too few of them (zeros do no harm)."""
+    missing = _FEWEST_CHANNELS - weight.shape[1]
+    if missing > 0:
+        x = F.pad(x.unflatten(1, (groups, -1)), (0, 0, 0, 0, 0, missing)).flatten(1, 2)
+        weight = F.pad(weight, (0, 0, 0, 0, 0, missing))
+    return x.contiguous(memory_format=torch.channels_last), weight
 
 
 class _Convolution(torch.autograd.Function):

@@ -6,15 +6,18 @@ before BatchNorm cancels, pooling may go before normalisation, the first layer's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metanudge.engines.compiled import triton_works
 from metanudge.engines.trunk.cpu import CPUTrunk
 from metanudge.engines.trunk.interface import BlockPlaces, BlockWeights, Trunk
 from metanudge.engines.trunk.match import Block, Match, match
+
+Tail = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+"""Outputs of a convolution `(examples, channels, height, width)`, scale and shift of the normalisation, its ε → pooled outputs."""
 
 
 def trunk_for(device: torch.device, dtype: torch.dtype, blocks: Sequence[Block]) -> Trunk | None:
@@ -32,6 +35,15 @@ def trunk_for(device: torch.device, dtype: torch.dtype, blocks: Sequence[Block])
     return None
 
 
+def tail_for(trunk: Trunk | None, blocks: Sequence[Block]) -> Tail | None:
+    """What runs BatchNorm, ReLU and pooling as one operation where second derivatives are wanted, or None where nothing does."""
+    if trunk is None or isinstance(trunk, CPUTrunk) or not all(isinstance(block.conv, nn.Conv2d) for block in blocks):
+        return None
+    from metanudge.engines.trunk.tail import normalise_and_pool
+
+    return normalise_and_pool
+
+
 def order_for(device: torch.device, block: Block) -> tuple[int, ...] | None:
     """The order in memory of a block's weights that suits what runs it, the slowest axis first; None for their own."""
     if device.type != "cuda" or not triton_works():
@@ -46,4 +58,16 @@ def rows_at_once(trunk: Trunk, inputs: Tensor) -> int | None:
     return trunk.rows_at_once(inputs) if isinstance(trunk, CPUTrunk) else None
 
 
-__all__ = ["Block", "BlockPlaces", "BlockWeights", "Match", "Trunk", "match", "order_for", "rows_at_once", "trunk_for"]
+__all__ = [
+    "Block",
+    "BlockPlaces",
+    "BlockWeights",
+    "Match",
+    "Tail",
+    "Trunk",
+    "match",
+    "order_for",
+    "rows_at_once",
+    "tail_for",
+    "trunk_for",
+]
