@@ -167,7 +167,15 @@ def test_no_module_imports_itself_by_a_detour():
 
 
 # Loaded on CUDA devices only, where torch brings it.
-TRITON = ("engines/fused.py", "engines/head.py", "engines/trunk/cuda.py", "engines/trunk/kernels.py", "engines/trunk/first_kernels.py")
+TRITON = (
+    "engines/fused.py",
+    "engines/head.py",
+    "engines/trunk/cuda.py",
+    "engines/trunk/kernels.py",
+    "engines/trunk/first_kernels.py",
+    "engines/trunk/tail.py",
+    "engines/trunk/tail_kernels.py",
+)
 
 
 def test_light_units_load_only_torch_and_numpy():
