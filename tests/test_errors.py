@@ -150,6 +150,8 @@ def test_tangent_takes_no_nu():
         (lambda: mn.ESMAML(samples=0), ["samples .* 0", "usual"]),
         (lambda: mn.IMAML(cg_steps=0), ["cg_steps .* 0", "5"]),
         (lambda: mn.IMAML(tol=-1.0), [r"tol .*-1\.0"]),
+        (lambda: mn.IMAML(damping=-1.0), [r"damping .*-1\.0", "22"]),
+        (lambda: mn.IMAML(damping=float("nan")), ["damping .*nan"]),
         (lambda: mn.MAML(truncate=-1), ["truncate .* -1", "Leave it out"]),
         (lambda: mn.Reptile(scale=-1.0), [r"scale .*-1\.0", "Leave it out"]),
         (lambda: mn.GradientDescent(0.1, 5, tol=0.0), [r"tol .*0\.0", "leave it out"]),

@@ -119,6 +119,16 @@ def test_imaml_and_exact_solve_the_implicit_system_at_the_point_reached(make, en
         assert relative_error(meta_gradient(setup, estimator, engine=engine), expected) < 1e-11
 
 
+@ENGINES
+def test_damping_stiffens_the_linear_system_alone(engine):
+    """λ (∇²f̂ + λ + damping)⁻¹∇f; the inner problem and the factor λ stay as they are."""
+    setup, damping = mlp(tasks=2), 3.0
+    size = vector(parameters(setup)).numel()
+    systems = implicit_systems(setup, torch.full((size,), LAM, dtype=torch.float64))
+    expected = LAM * torch.stack([torch.linalg.solve(A + damping * torch.eye(size, dtype=torch.float64), b) for A, b in systems]).mean(0)
+    assert relative_error(meta_gradient(setup, mn.IMAML(cg_steps=size, damping=damping), engine=engine), expected) < 1e-11
+
+
 @pytest.mark.parametrize("cg_steps", [1, 2, 3])
 def test_imaml_of_few_steps_is_the_best_in_the_krylov_space(cg_steps):
     """x_k minimises ½xᵀAx − bᵀx over span{b, Ab, …, A^(k−1)b}."""

@@ -90,7 +90,7 @@ def build_estimator(text: str) -> Estimator:
 
     Example:
         >>> build_estimator("imaml:cg_steps=3")
-        IMAML(cg_steps=3, tol=0.0)
+        IMAML(cg_steps=3, tol=0.0, damping=0.0)
     """
     spec = parse_estimator(text)
     return make("--estimator", spec.name, ESTIMATORS_BY_NAME[spec.name], **spec.options)
