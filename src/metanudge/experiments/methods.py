@@ -24,6 +24,9 @@ ESTIMATORS: dict[str, Estimator] = {
     REPTILE: mn.Reptile(),
 }
 
+DAMPED = f"{IMAML}, damped"
+DAMPED_IMAML = mn.IMAML(cg_steps=5, damping=LAM + 20)  # as in the code that was released with it
+
 FIRST_ORDER = (LOSS, GRADIENT, FO_MAML, REPTILE)
 
 

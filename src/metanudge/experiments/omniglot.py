@@ -23,7 +23,11 @@ from metanudge.experiments.spread import Mean
 MORE_STEPS = 16  # with which the published iMAML adapts
 SHIFTED = f"{m.GRADIENT}, shifted start, ν = 0.5"
 LONG_METHODS = (m.LOSS, SHIFTED)
-ESTIMATORS: dict[str, Estimator] = {**m.ESTIMATORS, SHIFTED: mn.FOBMAML(nu=0.5, nudge="gradient", start="shifted")}
+ESTIMATORS: dict[str, Estimator] = {
+    **m.ESTIMATORS,
+    m.DAMPED: m.DAMPED_IMAML,
+    SHIFTED: mn.FOBMAML(nu=0.5, nudge="gradient", start="shifted"),
+}
 
 # In percent, as in the paper's Table 2; 20-way as in Table 2 of Rajeswaran et al. 2019, from which the paper takes most of its rows.
 PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
@@ -55,7 +59,7 @@ class Config:
     settings: tuple[str, ...] = FIVE_WAY
     extra_settings: tuple[str, ...] = TWENTY_WAY
     methods: tuple[str, ...] = (m.LOSS, m.GRADIENT, SHIFTED, m.FO_MAML, m.REPTILE)
-    second_order: tuple[str, ...] = (m.MAML, m.IMAML)
+    second_order: tuple[str, ...] = (m.MAML, m.IMAML, m.DAMPED)
     iterations: int = 2000
     long: int = 12000
     longest: tuple[int, ...] = (40000, 20000)
@@ -264,7 +268,7 @@ def table(result: Result[Config]) -> Table:
 
 
 def judge(result: Result[Config]) -> Verdict:
-    """The claim's parts: the published accuracy, iMAML's with as few steps, and more with longer training."""
+    """The claim's parts: the published accuracy, iMAML's (published and our own), and more with longer training."""
     wrong, parts = [], 0
     for setting in result.config.settings:
         ours = longest(result, setting, m.LOSS)
@@ -273,11 +277,17 @@ def judge(result: Result[Config]) -> Verdict:
         parts += 1
         if not ours.mean + _half(ours) >= mean - ci:
             wrong.append(f"{setting}: {_plain(ours)} %, where {mean:g} ± {ci:g} is published")
-        theirs, same = (final(result, setting, method, result.config.iterations) for method in (m.IMAML, m.LOSS))
-        if theirs is not None and same is not None:
+        parts += 1
+        imaml, imaml_ci = PUBLISHED[m.IMAML][setting]
+        if not ours.mean + _half(ours) >= imaml - imaml_ci:
+            wrong.append(f"{setting}: {_plain(ours)} %, where {imaml:g} ± {imaml_ci:g} is published for iMAML")
+        same = final(result, setting, m.LOSS, result.config.iterations)
+        rivals = [final(result, setting, method, result.config.iterations) for method in (m.IMAML, m.DAMPED)]
+        best = max((one for one in rivals if one is not None), key=lambda one: one.mean, default=None)
+        if best is not None and same is not None:
             parts += 1
-            if not same.mean + _half(same) >= theirs.mean - _half(theirs):
-                wrong.append(f"{setting}: below iMAML with as many steps ({_plain(same)} against {_plain(theirs)} %)")
+            if not same.mean + _half(same) >= best.mean - _half(best):
+                wrong.append(f"{setting}: below our iMAML with as many steps ({_plain(same)} against {_plain(best)} %)")
         if result.config.long:
             parts += 1
             if same is not None and not ours.mean > same.mean:
@@ -285,7 +295,9 @@ def judge(result: Result[Config]) -> Verdict:
     measured = _measured(result)
     if not wrong:
         return Verdict(
-            "reproduced", measured, "The published accuracies are met, iMAML's too, and longer training helps, in all settings."
+            "reproduced",
+            measured,
+            "The published accuracies are met, iMAML's and that of our own too, and longer training helps, in all settings.",
         )
     return Verdict("partly" if len(wrong) < parts else "not", measured, f"{'; '.join(wrong)}. {explanation(result)}")
 
@@ -387,7 +399,9 @@ EXPERIMENT = Experiment(
         "test tasks where there is one seed. Minutes are the clock's: runs that share a GPU take longer (in the project's own results "
         "all but the longest ones do, up to 14 at a time). Published numbers are those in the paper's table, for 20-way those of "
         "Rajeswaran et al. 2019 (Table 2), and for iMAML those with gradient descent; its Hessian-free variant is published with 99.50 "
-        "± 0.26 and 99.74 ± 0.11. Our baselines have the same K, λ and budget as FO-B-MAML, which their published runs had not. Thin "
+        "± 0.26 and 99.74 ± 0.11. Our baselines have the same K, λ and budget as FO-B-MAML, which their published runs had not: iMAML "
+        "took 16 inner steps and was damped in the code that was released (its linear system has ∇²f̂ + λ + 22 there, here where it "
+        "says so), Reptile adapted to ten examples a class in training; here it sees the support sets alone. Thin "
         "lines are the longer runs, the band is FO-B-MAML as published."
     ),
 )

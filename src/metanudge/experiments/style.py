@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "iMAML": {"color": "#e07b00", "marker": "P", **_BASELINE},
     "iMAML, 2": {"color": "#f0b35a", "marker": "1", **_BASELINE},
     "iMAML, 10": {"color": "#a55300", "marker": "X", **_BASELINE},
+    "iMAML, 5 CG steps, damped": {"color": "#8c6d1f", "marker": "p", **_BASELINE},
     "FO-MAML": {"color": "#6b9e23", "marker": "<", **_BASELINE},
     "Reptile": {"color": "#a0569a", "marker": ">", **_BASELINE},
     "ES-MAML": {"color": "#8a919c", "marker": "*", **_BASELINE},
