@@ -139,9 +139,11 @@ class ChainedInner(StackedInner):
                 losses.append(loss)
                 residuals.append(norm({n: leaf.detach() for n, leaf in g.items()}))
             d = solver.result(d, memory)
-            value = self._smooth(moved(d), (self._stack.query, "query", None), 0)
-            found = torch.autograd.grad(value.sum(), list(theta.values()), materialize_grads=True)
-            return dict(zip(theta, found, strict=True)), {n: leaf.detach() for n, leaf in d.items()}, losses, residuals
+            still = {n: leaf.detach() for n, leaf in d.items()}
+            along = self._gradient(still, [(self._stack.query, "query", None)], 0)[1]  # its own second derivatives are not wanted
+            ends = moved(d)
+            found = torch.autograd.grad([*ends.values()], [*theta.values()], [along[n].to(leaf.dtype) for n, leaf in ends.items()])
+            return dict(zip(theta, found, strict=True)), still, losses, residuals
 
         with sdpa_kernel(SDPBackend.MATH):
             g, d, losses, residuals = self._explained(run)
