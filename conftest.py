@@ -8,5 +8,6 @@ import torch
 torch.set_num_threads(1)
 
 # Triton comes with torch for CUDA; elsewhere the modules with its kernels cannot even be imported.
-TRITON = [f"src/metanudge/engines/{name}.py" for name in ("fused", "head", "trunk/cuda", "trunk/kernels", "trunk/first_kernels")]
+NAMES = ("fused", "head", "trunk/cuda", "trunk/kernels", "trunk/first_kernels", "trunk/tail", "trunk/tail_kernels")
+TRITON = [f"src/metanudge/engines/{name}.py" for name in NAMES]
 collect_ignore = [] if importlib.util.find_spec("triton") else TRITON
