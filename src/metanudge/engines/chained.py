@@ -177,24 +177,29 @@ class ChainedInner(StackedInner):
 
     def _gradient(self, d: Params, parts: list[Part], step: int) -> tuple[Tensor, Flat]:
         """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of their sum has every row's."""
-        phi, theta, objective = self._moved(d), self._flat_theta, self.problem.objective
+        phi, theta, objective, number = self._moved(d), self._flat_theta, self.problem.objective, num_rows(d)
         total: Tensor | None = None
-        gradient: Tensor | None = None
+        gradient: Flat | None = None
         for batch, which, weight in parts:
-            losses, found = [], theta.like(theta.matrix.new_empty(num_rows(d), theta.matrix.numel()))
-            for rows, data, targets in self._portions(batch, which, num_rows(d)):
-                leaves = {n: leaf[rows].detach().requires_grad_() for n, leaf in phi.items()}
-                into = {n: leaf[rows] for n, leaf in found.items()}
+            losses, found = [], theta.like(theta.matrix.new_empty(number, theta.matrix.numel()))
+            for rows, data, targets in self._portions(batch, which, number):
+                some = rows != slice(0, number)
+                leaves = {n: (leaf[rows] if some else leaf).detach().requires_grad_() for n, leaf in phi.items()}
+                into = {n: leaf[rows] for n, leaf in found.items()} if some else found
                 value = self._seeded(partial(self._chain.losses, data, targets, leaves, objective, into), step, which)
                 value = value if weight is None else value * weight[rows]
                 _collect(torch.autograd.grad(value.sum(), list(leaves.values()), materialize_grads=True), into)
                 losses.append(value.detach())
             value = torch.cat(losses) if len(losses) > 1 else losses[0]
             total = value if total is None else total + value
-            gradient = found.matrix if gradient is None else gradient.add_(found.matrix)
+            if gradient is None:
+                gradient = found
+            else:
+                gradient.matrix.add_(found.matrix)
         assert total is not None
         assert gradient is not None
-        return total, theta.like(gradient.to(next(iter(d.values())).dtype))
+        dtype = next(iter(d.values())).dtype
+        return total, gradient if gradient.matrix.dtype == dtype else theta.like(gradient.matrix.to(dtype))
 
     def _seeded(self, run: Callable[[], Tensor], step: int, which: str) -> Tensor:
         """What `run` makes with the random numbers of a step."""
