@@ -31,7 +31,7 @@ class LinearSolve:
 def conjugate_gradient(matvec: Callable[[Params], Params], b: Params, *, steps: int, tol: float | Tensor = 0.0) -> LinearSolve:
     """Solve A x = b from x = 0 with at most `steps` products; a row stops at ‖b − A x‖ ≤ tol·‖b‖ or at ⟨p, A p⟩ ≤ 0.
 
-       `tol` is one number or one per row.
+    `tol` is one number or one per row.
     Rows that have stopped keep their x while the others go on.
     """
     x = zeros_like(b)
