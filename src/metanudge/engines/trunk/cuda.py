@@ -152,7 +152,7 @@ class CUDATrunk:
 
     def _first(self, prepared: _Prepared, shape: _Shape, block: BlockWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         weight, gamma, beta = _affine(block)
-        rows, width = weight.shape[0], _width(shape.co)
+        rows, width = weight.shape[0], kernels.width(shape.co)
         columns = triton.cdiv(shape.co, width)
         coefficients = weight.new_empty((rows, 2, shape.co))
         first_kernels.first_normalisation[(rows, columns)](
@@ -174,7 +174,7 @@ class CUDATrunk:
     def _first_backward(self, prepared: _Prepared, block: BlockWeights, found: _Gradients, pick: Tensor, dy: Tensor) -> None:
         shape = prepared.shapes[0]
         weight, gamma, beta = _affine(block)
-        rows, tasks, width = weight.shape[0], len(prepared.images), _width(shape.co)
+        rows, tasks, width = weight.shape[0], len(prepared.images), kernels.width(shape.co)
         columns = triton.cdiv(shape.co, width)
         tiles, share = _shares(shape.entries, 64, rows * columns, programs=2 * _ENOUGH_PROGRAMS)
         sums = weight.new_empty((rows, tiles, _features(shape), shape.co))
@@ -199,7 +199,7 @@ class CUDATrunk:
 
     def _later(self, shape: _Shape, x: Tensor, block: BlockWeights, dtype: torch.dtype) -> tuple[Tensor, _Kept]:
         weight, (gamma, beta) = block.weight, _scale_and_shift(block)
-        rows, width = weight.shape[0], _width(shape.co)
+        rows, width = weight.shape[0], kernels.width(shape.co)
         columns = triton.cdiv(shape.co, width)
         packed = self._packed(shape, weight)
         tile = _tile(shape.pixels)
@@ -224,7 +224,7 @@ class CUDATrunk:
         self, shape: _Shape, block: BlockWeights, found: _Gradients, kept: _Kept, dy: Tensor, *, inputs: bool
     ) -> Tensor | None:
         weight = block.weight
-        rows, width = weight.shape[0], _width(shape.co)
+        rows, width = weight.shape[0], kernels.width(shape.co)
         columns, tiles = triton.cdiv(shape.co, width), triton.cdiv(shape.entries, 64)
         sums = weight.new_empty((rows, tiles, 3, shape.co), dtype=torch.float32)
         sizes = (*shape.after, *shape.pooled)
@@ -254,7 +254,7 @@ class CUDATrunk:
     def _packed(self, shape: _Shape, weight: Tensor) -> Tensor:
         weight = _by_taps(weight)
         packed = weight.new_empty((weight.shape[0], shape.taps, shape.co, shape.ci), dtype=self._factors)
-        tall, wide = _width(shape.co), _width(shape.ci)
+        tall, wide = kernels.width(shape.co), kernels.width(shape.ci)
         kernels.pack_weights[(shape.taps * triton.cdiv(shape.co, tall), weight.shape[0], triton.cdiv(shape.ci, wide))](
             weight, packed, *weight.stride(),
             CO=shape.co, CI=shape.ci, TAPS=shape.taps, BLOCK_CO=tall, BLOCK_CI=wide, num_warps=4,
@@ -268,15 +268,15 @@ class CUDATrunk:
         pixels = shape.examples * after[0] * after[1]
         tile = _tile(pixels)
         tiles = triton.cdiv(pixels, tile)
-        kernels.convolve[(tiles, weight.shape[0], triton.cdiv(co, _width(co)))](
+        kernels.convolve[(tiles, weight.shape[0], triton.cdiv(co, kernels.width(co)))](
             x, weight, out, beside, x.shape[0], pixels, *before, *after, tiles,
             CI=ci, CO=co, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=pads[0], PAD_W=pads[1],
             BACK=back, STATS=not back, PRECISION="tf32x3",
-            BLOCK_M=tile, BLOCK_N=_width(co), BLOCK_K=_width(ci), num_warps=4, num_stages=3,
+            BLOCK_M=tile, BLOCK_N=kernels.width(co), BLOCK_K=kernels.width(ci), num_warps=4, num_stages=3,
         )  # fmt: skip
 
     def _weight_backward(self, shape: _Shape, x: Tensor, dz: Tensor, factor: Tensor, found: Tensor) -> None:
-        rows, wide, tall = found.shape[0], _width(shape.ci), _width(shape.co)
+        rows, wide, tall = found.shape[0], kernels.width(shape.ci), kernels.width(shape.co)
         blocks = triton.cdiv(shape.ci, wide) * triton.cdiv(shape.co, tall)
         step = 64 if shape.pixels >= 64 else 32
         shares = max(1, min(triton.cdiv(shape.pixels, 4 * step), triton.cdiv(_ENOUGH_PROGRAMS, rows * shape.taps * blocks)))
@@ -390,10 +390,6 @@ def _shares(entries: int, step: int, others: int, programs: int = 4 * _ENOUGH_PR
     tiles = max(1, min(triton.cdiv(entries, step), triton.cdiv(programs, others)))
     share = triton.cdiv(triton.cdiv(entries, tiles), step) * step
     return triton.cdiv(entries, share), share
-
-
-def _width(channels: int) -> int:
-    return min(64, max(16, triton.next_power_of_2(channels)))
 
 
 def _features(shape: _Shape) -> int:

@@ -12,6 +12,11 @@ import triton.language as tl
 DROPPED = tl.constexpr(255)  # a pooled entry that the ReLU set to zero
 
 
+def width(channels: int) -> int:
+    """How many channels one program takes."""
+    return min(64, max(16, triton.next_power_of_2(channels)))
+
+
 @triton.jit(do_not_specialize=["row_stride"])
 def pack_weights(
     weight, packed, row_stride, co_stride, ci_stride, tap_stride,

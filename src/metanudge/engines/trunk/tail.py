@@ -66,7 +66,7 @@ class _Sizes:
 
     @property
     def blocks(self) -> dict[str, int]:
-        return {"CO": self.channels, "BLOCK_N": min(64, max(16, triton.next_power_of_2(self.channels))), "num_warps": 4}
+        return {"CO": self.channels, "BLOCK_N": kernels.width(self.channels), "num_warps": 4}
 
     @property
     def columns(self) -> int:
