@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from metanudge.engines.convolution import convolve
+from metanudge.engines.convolution import convolve, convolve_patches, patches
 
 LAYERS = {
     "one axis": (lambda: nn.Conv1d(2, 3, 3, padding=1, stride=2), (4, 6, 9)),
@@ -27,6 +27,23 @@ def test_values_and_two_derivatives(name):
     assert torch.autograd.gradcheck(lambda x, w: convolve(layer, x, w, rows, layer.padding), (x, weight))
     assert torch.autograd.gradgradcheck(lambda x, w: convolve(layer, x, w, rows, layer.padding), (x, weight))
     assert torch.autograd.gradgradcheck(lambda w: convolve(layer, x.detach(), w, rows, layer.padding), (weight,)), "data need no gradient"
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_on_patches_it_is_a_matrix_product(channels):
+    rows, examples, co, kernel, padding = 2, 3, 4, (3, 2), (1, 0)
+    torch.manual_seed(0)
+    x = torch.randn(rows, examples, channels, 5, 6, dtype=torch.float64)
+    weight = torch.randn(rows, co, channels, *kernel, dtype=torch.float64, requires_grad=True)
+    exact = torch.stack([nn.functional.conv2d(x[row], weight[row], padding=padding) for row in range(rows)])
+
+    def found(weight: torch.Tensor) -> torch.Tensor:
+        y = convolve_patches(patches(x, kernel, padding), weight)
+        return y.view(examples, *exact.shape[3:], rows, co).permute(3, 0, 4, 1, 2)
+
+    torch.testing.assert_close(found(weight), exact, rtol=0, atol=1e-13)
+    assert torch.autograd.gradcheck(found, (weight,))
+    assert torch.autograd.gradgradcheck(found, (weight,))
 
 
 def test_autocast_lowers_the_precision():

@@ -33,6 +33,8 @@ ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.
 POOLING = (nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
+_SMALL_PATCH = 32  # numbers that a first layer sees at once, up to which its convolution is best a matrix product
+
 
 @dataclass(frozen=True)
 class Signal:
@@ -78,8 +80,13 @@ def _block_twice(block: Block, tail: Tail, layer: nn.Module, x: Signal, weights:
     weight, _, gamma, beta = _of_block(block, weights)
     assert weight is not None
     gamma, beta = (None if leaf is None else leaf.flatten() for leaf in (gamma, beta))
-    wide, weight = convolution.on_tensor_cores(x.fold(), weight.flatten(0, 1), x.rows)
-    z = convolution.convolve(block.conv, wide, weight, x.rows, block.padding)
+    if weight[0, 0].numel() <= _SMALL_PATCH and not x.value.requires_grad:
+        images = x.unfold()
+        flat = convolution.convolve_patches(convolution.patches(images, block.kernel, block.padding), weight)
+        z = flat.view(images.shape[1], *block.convolved(images.shape[3:]), -1).permute(0, 3, 1, 2)
+    else:
+        wide, weight = convolution.on_tensor_cores(x.fold(), weight.flatten(0, 1), x.rows)
+        z = convolution.convolve(block.conv, wide, weight, x.rows, block.padding)
     return Signal(tail(z, gamma, beta, block.eps), x.rows, True)
 
 

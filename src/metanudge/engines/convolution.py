@@ -1,7 +1,7 @@
-"""A convolution that can be differentiated twice with native kernels only.
+"""Convolutions that can be differentiated twice with native kernels only.
 
 torch takes second derivatives of a grouped convolution group by group, in a loop; here rows are groups, and there are many. Both passes
-are convolutions, and so are the derivatives of the way back.
+are convolutions, and so are the derivatives of the way back. Where the inputs are data and their patches small, all are matrix products.
 """
 
 from __future__ import annotations
@@ -50,6 +50,58 @@ def on_tensor_cores(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Ten
         x = F.pad(x.unflatten(1, (groups, -1)), (0, 0, 0, 0, 0, missing)).flatten(1, 2)
         weight = F.pad(weight, (0, 0, 0, 0, 0, missing))
     return x.contiguous(memory_format=torch.channels_last), weight
+
+
+def patches(x: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]) -> Tensor:
+    """What a convolution of stride 1 sees of images `(rows, examples, channels, height, width)`: `(rows, pixels, features)`.
+
+    Features are as many as tensor cores want, the last ones zero.
+    """
+    seen = F.pad(x, (padding[1], padding[1], padding[0], padding[0])).unfold(3, kernel[0], 1).unfold(4, kernel[1], 1)
+    seen = seen.permute(0, 1, 3, 4, 2, 5, 6).flatten(4)
+    found = x.new_zeros((*seen.shape[:4], seen.shape[4] + -seen.shape[4] % _FEWEST_CHANNELS))
+    found[..., : seen.shape[4]] = seen
+    return found.flatten(1, 3)
+
+
+def convolve_patches(seen: Tensor, weight: Tensor) -> Tensor:
+    """Outputs `(pixels, rows, co)` of a convolution with weights `(rows, co, ci, height, width)` on patches without a gradient."""
+    flat = weight.flatten(2)
+    flat = F.pad(flat, (0, seen.shape[2] - flat.shape[2]))
+    if torch.is_autocast_enabled(seen.device.type):
+        seen, flat = (leaf.to(torch.get_autocast_dtype(seen.device.type)) for leaf in (seen, flat))
+    y: Tensor = _Product.apply(seen, flat)
+    return y
+
+
+class _Product(torch.autograd.Function):
+    """Outputs `(pixels, rows, co)` from patches `(rows, pixels, features)` and weights `(rows, co, features)`."""
+
+    @staticmethod
+    def forward(ctx: Any, seen: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(seen)
+        y = seen.new_empty((seen.shape[1], seen.shape[0], weight.shape[1]))
+        torch.bmm(seen, weight.transpose(1, 2), out=y.transpose(0, 1))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[None, Tensor]:
+        (seen,) = ctx.saved_tensors
+        return None, _ProductBack.apply(outputs[0], seen)
+
+
+class _ProductBack(torch.autograd.Function):
+    """The gradient of the weights, and its derivative: the product again."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, seen: Tensor) -> Tensor:
+        ctx.save_for_backward(seen)
+        return torch.bmm(g.permute(1, 2, 0), seen)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None]:
+        (seen,) = ctx.saved_tensors
+        return _Product.apply(seen, outputs[0]), None
 
 
 class _Convolution(torch.autograd.Function):
