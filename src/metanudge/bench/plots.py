@@ -45,7 +45,7 @@ def _comparison(result: dict[str, Any]) -> Any:
 
 def _scaling(result: dict[str, Any]) -> Any:
     panels = list(dict.fromkeys((curve["quantity"], curve["axis"]) for curve in result["curves"]))
-    made, axes = figure(2, (len(panels) + 1) // 2, width=9.0, height=3.4 * ((len(panels) + 1) // 2), squeeze=False)
+    made, axes = figure(2, (len(panels) + 1) // 2, width=12.0, height=3.4 * ((len(panels) + 1) // 2), squeeze=False)
     for place, (quantity, axis) in zip(axes.flat, panels, strict=False):
         for curve in result["curves"]:
             if (curve["quantity"], curve["axis"]) != (quantity, axis):
@@ -61,7 +61,7 @@ def _scaling(result: dict[str, Any]) -> Any:
         place.set_yscale("log")
         place.set_xlabel(axis)
         place.set_ylabel("seconds" if quantity == "time" else "peak memory (MB)")
-        legend(place, beside=False, fontsize=7)
+        legend(place, fontsize=7.5)
     for spare in axes.flat[len(panels) :]:
         spare.remove()
     _title(made, result, f"{tables.scaling(result).title} (exponents in the legends)")
