@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.engines.chain import Chain, losses_of_rows
-from metanudge.engines.trunk import BlockWeights, cpu, match, patches, trunk_for
+from metanudge.engines.trunk import BlockWeights, cpu, join, match, patches, trunk_for
 from metanudge.engines.trunk.convolution import Columns, Native
 from metanudge.problem import Objective
 
@@ -46,8 +46,8 @@ def images(shape: Sequence[int], examples: int = 4) -> Tensor:
     return torch.randn(TASKS, examples, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def by_trunk(model: nn.Sequential, phi: dict[str, Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Outputs, and the gradient of their weighted sum."""
+def by_trunk(model: nn.Sequential, phi: dict[str, Tensor], x: Tensor, sets: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+    """Outputs, and the gradient of their weighted sum; examples are one set, or several of these sizes."""
     found = match(list(model))
     assert found is not None
     assert found.layers == len(model)
@@ -61,19 +61,21 @@ def by_trunk(model: nn.Sequential, phi: dict[str, Tensor], x: Tensor) -> tuple[T
         return None if parameter is None else leaves[names[id(parameter)]]
 
     own = [BlockWeights(of(b.conv.weight), of(b.conv.bias), of(b.norm.weight), of(b.norm.bias)) for b in found.blocks]
-    out = trunk.outputs(trunk.prepare(x), own)
+    prepared = join(trunk, [trunk.prepare(part) for part in x.split(list(sets), 1)]) if sets else trunk.prepare(x)
+    assert prepared is not None
+    out = trunk.outputs(prepared, own)
     total = (out * weights_like(out)).sum()
     return out.detach(), list(torch.autograd.grad(total, list(leaves.values()), materialize_grads=True))
 
 
-def by_layers(model: nn.Sequential, phi: dict[str, Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def by_layers(model: nn.Sequential, phi: dict[str, Tensor], x: Tensor, sets: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
     """The same from the module itself, one row after the other."""
     modules, outputs = [], []
     for row in range(TASKS * NUDGES):
         modules.append(copy.deepcopy(model))
         for n, p in modules[-1].named_parameters():
             p.data.copy_(phi[n][row])
-        outputs.append(modules[-1](x[row % TASKS]))
+        outputs.append(torch.cat([modules[-1](part) for part in x[row % TASKS].split(list(sets) or x.shape[1])]))
     out = torch.stack(outputs)
     parameters = [list(module.parameters()) for module in modules]
     flat = torch.autograd.grad((out * weights_like(out)).sum(), [p for own in parameters for p in own])
@@ -89,11 +91,11 @@ def joined(leaves: Sequence[Tensor]) -> Tensor:
     return torch.cat([leaf.flatten().double() for leaf in leaves])
 
 
-def check(model: nn.Sequential, x: Tensor, phi: dict[str, Tensor] | None = None, tol: float = 1e-12) -> None:
+def check(model: nn.Sequential, x: Tensor, phi: dict[str, Tensor] | None = None, tol: float = 1e-12, sets: Sequence[int] = ()) -> None:
     model = model.double()
     phi = rows_of(model) if phi is None else phi
-    out, gradient = by_trunk(model, phi, x)
-    expected, exact = by_layers(model, phi, x)
+    out, gradient = by_trunk(model, phi, x, sets)
+    expected, exact = by_layers(model, phi, x, sets)
     assert out.shape == expected.shape
     assert float((out - expected).norm()) <= tol * float(expected.norm())
     total = float(joined(exact).norm())
@@ -116,6 +118,34 @@ def test_equals_the_layers(axes: int, kernel: int, padding: int, convolution: An
     torch.manual_seed(0)
     for channels, shape in zip(([1, 4, 5], [3, 5, 4]), SHAPES[axes], strict=True):
         check(blocks(axes, channels, kernel_size=kernel, padding=padding), images((channels[0], *shape)))
+
+
+@pytest.mark.parametrize(("axes", "convolution"), [(1, Columns), (2, Columns), (2, Native)])
+@pytest.mark.parametrize("sets", [(4, 4), (2, 4), (6, 3), (1, 3), (4, 2, 6), (5, 3)])
+def test_sets_that_go_together_are_normalised_apart(axes: int, sets: tuple[int, ...], convolution: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpu, "_convolution", lambda block, *_: convolution(block))
+    torch.manual_seed(0)
+    for channels, shape in zip(([1, 4, 5], [3, 5, 4]), SHAPES[axes], strict=True):
+        x = images((channels[0], *shape), sum(sets))
+        x[:, : sets[0]] = 3 * x[:, : sets[0]] + 1
+        model = blocks(axes, channels)
+        check(model, x, sets=sets)
+        phi = rows_of(model)
+        for n in ("1.weight", "5.weight"):
+            phi[n][:, 0], phi[n][1, 1] = -1.0, 0.0
+        check(model, x, phi, sets=sets)
+    check(blocks(axes, [1, 4, 3], affine=False, bias=False), images((1, *SHAPES[axes][0]), sum(sets)), sets=sets)
+
+
+def test_many_small_groups_do_not_go_together():
+    model = blocks(1, [1, 4]).double()
+    found = match(list(model))
+    assert found is not None
+    trunk = trunk_for(torch.device("cpu"), torch.float64, found.blocks)
+    assert trunk is not None
+    assert join(trunk, [trunk.prepare(images((1, 17), n)) for n in (5, 7)]) is not None
+    assert join(trunk, [trunk.prepare(images((1, 17), n)) for n in (8, 9)]) is None
+    assert join(trunk, [trunk.prepare(images((1, n))) for n in (17, 19)]) is None, "of different sizes"
 
 
 def test_kernels_that_are_not_square():
@@ -335,6 +365,72 @@ def test_meta_gradients_do_not_depend_on_portions(estimator: Any, monkeypatch: p
     results.append(meta_gradient(model, tasks, estimator))
     for result in results:
         assert float((result - whole).norm()) <= 1e-12 * float(whole.norm())
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How gradients were evaluated, in order: of both sets together, or of one."""
+    seen: list[str] = []
+    both, one = Chain.losses_of_sets, Chain.losses
+
+    def of_both(self: Chain, *args: Any) -> Tensor:
+        seen.append("both")
+        return both(self, *args)
+
+    def of_one(self: Chain, *args: Any) -> Tensor:
+        seen.append("one")
+        return one(self, *args)
+
+    monkeypatch.setattr(Chain, "losses_of_sets", of_both)
+    monkeypatch.setattr(Chain, "losses", of_one)
+    return seen
+
+
+def few_shot_tasks(ignored: bool = False) -> mn.TaskBatch:
+    g = torch.Generator().manual_seed(1)
+    x, xq = (torch.randn(3, n, 1, 16, 16, generator=g, dtype=torch.float64) for n in (3, 6))
+    y, yq = (torch.randint(0, 3, (3, n), generator=g) for n in (3, 6))
+    if ignored:
+        y[0, 0], yq[1, :4] = -100, -100
+    return mn.TaskBatch((x, y), (xq, yq))
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("stencil", ["forward", "symmetric", "five-point"])
+def test_support_and_query_together_are_what_they_are_apart(
+    stencil: Any, ignored: bool, evaluated: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(0)
+    model = mn.models.Conv4(ways=3, channels=4, image_size=16).double()
+    estimator = mn.FOBMAML(nudge="loss", stencil=stencil, nu=0.1)
+    together = meta_gradient(model, few_shot_tasks(ignored), estimator)
+    assert "both" in evaluated
+    evaluated.clear()
+    monkeypatch.setattr(Chain, "join", lambda self, *args: None)
+    apart = meta_gradient(model, few_shot_tasks(ignored), estimator)
+    assert "both" not in evaluated
+    assert float((together - apart).norm()) <= 1e-10 * float(apart.norm())
+
+
+def smooth(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+def test_sets_are_kept_apart_where_examples_meet_elsewhere(evaluated: list[str]):
+    def run(model: nn.Module, loss: Any = F.cross_entropy, **solver: Any) -> list[str]:
+        evaluated.clear()
+        solver = {"lr": 0.05, "steps": 2} | solver
+        estimator = mn.FOBMAML(nudge="loss", nu=0.1)
+        learner = mn.MetaLearner(model.double(), loss, solver=mn.GradientDescent(**solver), estimator=estimator, engine="stacked")
+        learner.meta_gradient(few_shot_tasks())
+        return evaluated
+
+    torch.manual_seed(0)
+    features = [*blocks(2, [1, 4, 4]), nn.Flatten(), nn.Linear(64, 8)]
+    assert "both" in run(nn.Sequential(*features, nn.ReLU(), nn.Linear(8, 3)))
+    assert "both" not in run(nn.Sequential(*features, nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    assert "both" not in run(nn.Sequential(*features, nn.ReLU(), nn.Linear(8, 3)), smooth), "it may look at all examples"
+    assert "both" not in run(nn.Sequential(*features, nn.ReLU(), nn.Linear(8, 3)), batch_size=2)
 
 
 def test_the_engine_for_a_model_that_begins_with_blocks():

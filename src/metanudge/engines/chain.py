@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,19 @@ from torch.func import vmap
 
 from metanudge.engines import convolution
 from metanudge.engines.compiled import triton_works
-from metanudge.engines.trunk import Block, BlockPlaces, BlockWeights, Tail, Trunk, match, order_for, rows_at_once, tail_for, trunk_for
+from metanudge.engines.trunk import (
+    Block,
+    BlockPlaces,
+    BlockWeights,
+    Tail,
+    Trunk,
+    join,
+    match,
+    order_for,
+    rows_at_once,
+    tail_for,
+    trunk_for,
+)
 from metanudge.engines.trunk.match import halves
 from metanudge.params import Params
 from metanudge.problem import Objective, Problem
@@ -234,6 +246,25 @@ class Chain:
         each = tasks if limit is None else math.ceil(tasks / math.ceil(tasks / limit))
         portions = [slice(first, min(first + each, tasks)) for first in range(0, tasks, each)]
         return [Data(portion, inputs[portion], trunk, trunk.prepare(x[portion]), limit) for portion in portions]
+
+    def join(self, sets: Sequence[list[Data]], rows: int, objective: Objective) -> Data | None:
+        """Prepared sets of examples of the same tasks for `losses_of_sets`, or None where they are better taken one by one."""
+        firsts = [portions[0] for portions in sets]
+        trunk, limits = firsts[0].trunk, [first.rows_at_once for first in firsts]
+        if self._trunk is None or trunk is None or objective.loss is not F.cross_entropy or any(len(portions) > 1 for portions in sets):
+            return None
+        if sum(0 if limit is None else rows / limit for limit in limits) > 1:
+            return None
+        behind = [type(layer) for layer, _ in self._steps[self._trunk.layers :]]
+        if behind[-1:] != [nn.Linear] or not all(kind in (nn.Flatten, nn.Linear, *ELEMENTWISE) for kind in behind):
+            return None  # they might look at several examples at once
+        prepared = None if any(first.trunk is None for first in firsts) else join(trunk, [first.prepared for first in firsts])
+        return None if prepared is None else replace(firsts[0], prepared=prepared)
+
+    def losses_of_sets(self, data: Data, targets: Tensor, shares: Tensor, phi: Params, into: Params | None = None) -> Tensor:
+        """Sums over all sets `(rows,)` of the examples' cross-entropies times their shares; targets and shares are `(rows, examples)`."""
+        outputs = self.outputs(data, phi, into)
+        return (F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets) * shares).sum(1)
 
     def _with_trunk(self, inputs: Tensor) -> tuple[Tensor, Trunk | None]:
         """What the layers before the trunk make of the inputs, and the trunk, if there is one for them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -25,6 +26,24 @@ Part = tuple[Batch, str, Tensor | None]
 """Data, whether they are the support or the query set, and the weights of the rows' losses."""
 
 
+@dataclass
+class Joined:
+    """Support and query sets that are evaluated together, with targets `(rows, examples)` and how much each example counts in its set."""
+
+    data: Data
+    targets: Tensor
+    shares: Tensor
+    support: int  # so many examples of all are the support's
+    _last: tuple[Tensor, Tensor] | None = None
+
+    def weighted(self, weight: Tensor) -> Tensor:
+        """Shares in the sum of the support's mean loss and the query's times the rows' weight; kept for the next step."""
+        if self._last is None or self._last[0] is not weight:
+            first, others = self.shares.tensor_split([self.support], 1)
+            self._last = weight, torch.cat([first, others * weight.unsqueeze(1)], 1)
+        return self._last[1]
+
+
 class ChainedInner(StackedInner):
     """Tasks of equal shape side by side, for a model that is a chain."""
 
@@ -35,6 +54,7 @@ class ChainedInner(StackedInner):
         self._chain = chain
         self._first: dict[tuple[str, int | None], tuple[Tensor, Tensor]] = {}
         self._prepared: dict[str, tuple[Tensor, list[Data]]] = {}
+        self._joined: dict[int, Joined | None] = {}
 
     @cached_property
     def _flat_theta(self) -> Flat:
@@ -177,7 +197,11 @@ class ChainedInner(StackedInner):
 
     def _gradient(self, d: Params, parts: list[Part], step: int) -> tuple[Tensor, Flat]:
         """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of their sum has every row's."""
-        phi, theta, objective, number = self._moved(d), self._flat_theta, self.problem.objective, num_rows(d)
+        number = num_rows(d)
+        joined, weight = self._join(parts, number), parts[-1][2]
+        if joined is not None and weight is not None:
+            return self._gradient_of_both(d, joined, weight)
+        phi, theta, objective = self._moved(d), self._flat_theta, self.problem.objective
         total: Tensor | None = None
         gradient: Flat | None = None
         for batch, which, weight in parts:
@@ -198,8 +222,42 @@ class ChainedInner(StackedInner):
                 gradient.matrix.add_(found.matrix)
         assert total is not None
         assert gradient is not None
+        return total, self._in_dtype_of(d, gradient)
+
+    def _join(self, parts: list[Part], rows: int) -> Joined | None:
+        """Support and query together, if both are wanted and it pays."""
+        if len(parts) == 1 or parts[0][0] is not self._stack.support or self.problem.device.type != "cpu":
+            return None
+        if rows not in self._joined:
+            self._joined[rows] = self._explained(lambda: self._joined_sets(rows))
+        return self._joined[rows]
+
+    def _joined_sets(self, rows: int) -> Joined | None:
+        (inputs, targets), (_, other) = self._stack.support, self._stack.query
+        if not all(isinstance(t, Tensor) and t.ndim == 2 and t.dtype == torch.long for t in (targets, other)):
+            return None
+        sets = [self._data(self._stack.support, "support"), self._data(self._stack.query, "query")]
+        data = self._chain.join(sets, rows, self.problem.objective)
+        if data is None:
+            return None
+        counted = [(t != -100).to(inputs.dtype) for t in (targets, other)]  # torch leaves examples with this label out
+        shares = torch.cat([c / c.sum(1, keepdim=True) for c in counted], 1)
+        labels, shares = (repeated(t, rows // self.tasks) for t in (torch.cat([targets, other], 1), shares))
+        return Joined(data, labels, shares, targets.shape[1])
+
+    def _gradient_of_both(self, d: Params, joined: Joined, weight: Tensor) -> tuple[Tensor, Flat]:
+        """Losses and gradient of f̂ + ν f, evaluated in one go."""
+        leaves = {n: leaf.detach().requires_grad_() for n, leaf in self._moved(d).items()}
+        theta = self._flat_theta
+        found = theta.like(theta.matrix.new_empty(num_rows(d), theta.matrix.numel()))
+        run = partial(self._chain.losses_of_sets, joined.data, joined.targets, joined.weighted(weight), leaves, found)
+        losses = self._explained(run)
+        _collect(torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True), found)
+        return losses.detach(), self._in_dtype_of(d, found)
+
+    def _in_dtype_of(self, d: Params, found: Flat) -> Flat:
         dtype = next(iter(d.values())).dtype
-        return total, gradient if gradient.matrix.dtype == dtype else theta.like(gradient.matrix.to(dtype))
+        return found if found.matrix.dtype == dtype else found.like(found.matrix.to(dtype))
 
     def _seeded(self, run: Callable[[], Tensor], step: int, which: str) -> Tensor:
         """What `run` makes with the random numbers of a step."""
@@ -212,11 +270,7 @@ class ChainedInner(StackedInner):
 
     def _portions(self, batch: Batch, which: str, rows: int) -> Iterator[tuple[slice, Data, Tensor]]:
         """The rows that the chain takes at once, with their tasks' data and targets."""
-        inputs, targets = batch
-        known = self._prepared.get(which)
-        if known is None or known[0] is not inputs:
-            known = self._prepared[which] = (inputs, self._explained(lambda: self._data(inputs)))
-        portions = known[1]
+        portions, targets = self._data(batch, which), batch[1]
         limit = portions[0].rows_at_once
         if len(portions) == 1 and (limit is None or rows <= limit):
             yield slice(0, rows), portions[0], repeated(targets, rows // self.tasks)
@@ -225,9 +279,14 @@ class ChainedInner(StackedInner):
             for data in portions:
                 yield slice(first + data.tasks.start, first + data.tasks.stop), data, targets[data.tasks]
 
-    def _data(self, inputs: Tensor) -> list[Data]:
-        with torch.no_grad():
-            return self._chain.prepare(inputs)
+    def _data(self, batch: Batch, which: str) -> list[Data]:
+        """What the chain makes of a batch's inputs, once for all steps and nudges."""
+        inputs, _ = batch
+        known = self._prepared.get(which)
+        if known is None or known[0] is not inputs:
+            with torch.no_grad():
+                known = self._prepared[which] = (inputs, self._explained(partial(self._chain.prepare, inputs)))
+        return known[1]
 
     def _moved(self, d: Params) -> Params:
         """φ = θ + d."""

@@ -30,7 +30,7 @@ class Convolution(Protocol):
     def forward(self, z: Padded, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
         """`(rows, examples, *convolved, out_channels)`, which the caller may overwrite, and what the derivative needs.
 
-        The outputs are multiplied by `sign`, `(rows, 1, out_channels)`.
+        The outputs are multiplied by `sign`, `(rows, out_channels)`.
         """
 
     def backward(self, g: Tensor, z: Padded, kept: Any) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,14 @@ from metanudge.engines.trunk import block as later_block
 from metanudge.engines.trunk import patches as first_block
 from metanudge.engines.trunk.block import LaterBlock
 from metanudge.engines.trunk.convolution import Columns, Convolution, Native
+from metanudge.engines.trunk.groups import group_sizes
 from metanudge.engines.trunk.interface import BlockPlaces, BlockWeights
 from metanudge.engines.trunk.match import Block
 from metanudge.engines.trunk.patches import FirstBlock, Patches
 
 HELD = 1 << 24  # bytes of activations kept between a forward and a backward pass
 LARGEST_PATCH = 256  # numbers that one output of the first convolution sees
+MOST_GROUPS = 16  # of sets that go together; more would be too small
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,21 @@ class CPUTrunk:
     def prepare(self, inputs: Tensor) -> Prepared:
         """Windows of the data for the first block."""
         first = FirstBlock(self._blocks[0])
-        patches = first.prepare(inputs)
+        return self._with_patches(first, first.prepare(inputs), inputs.dtype)
+
+    def join(self, sets: Sequence[Prepared]) -> Prepared | None:
+        """Several sets of examples of the same tasks, to be convolved together and normalised apart; None where one by one is better."""
+        shapes = [prepared.patches.shape for prepared in sets]
+        if len({shape[1:] for shape in shapes}) > 1 or sum(group_sizes([shape[0] for shape in shapes])) > MOST_GROUPS:
+            return None
+        patches = Patches.joined([prepared.patches for prepared in sets])
+        return self._with_patches(sets[0].first, patches, patches.windows().dtype)
+
+    def _with_patches(self, first: FirstBlock, patches: Patches, dtype: torch.dtype) -> Prepared:
         examples, *spatial = patches.shape
         later = []
         for block in self._blocks[1:]:
-            later.append(LaterBlock(_convolution(block, examples, spatial, inputs.dtype), block.eps))
+            later.append(LaterBlock(_convolution(block, examples, spatial, dtype), block.eps, patches.groups))
             spatial = list(block.pooled(spatial))
         return Prepared(patches, first, later)
 

@@ -11,14 +11,16 @@ gives all gradients: dβ = s, dγ = wᵀS/σ, dw = a(S − Cw·wᵀS/σ²). The 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metanudge.engines.trunk.block import rectified
+from metanudge.engines.trunk.groups import Groups
 from metanudge.engines.trunk.interface import BlockWeights
 from metanudge.engines.trunk.match import Block
 from metanudge.engines.trunk.padded import Padded
@@ -30,33 +32,31 @@ LARGEST_KEPT = 1 << 20  # bytes of one task's windows that are kept for all step
 
 @dataclass(frozen=True)
 class Patches:
-    """The windows of a data set, centred, and their covariance."""
+    """The windows of a data set, or of several, and their covariances; one line for each group of each task."""
 
-    all: Tensor  # as a view of the inputs, not centred, (tasks, examples, *convolved, in_channels, *kernel)
-    mean: Tensor  # (tasks, 1, in_channels × kernel)
-    covariance: Tensor  # (tasks, in_channels × kernel, in_channels × kernel), float64
+    windows: Callable[[], Tensor]  # those that are pooled, centred, by phase, with a one at the end:
+    # (tasks × groups, phases, examples of a group × pooled, in_channels × kernel + 1)
+    covariance: Tensor  # (tasks × groups, in_channels × kernel, in_channels × kernel), float64
     shape: tuple[int, ...]  # (examples, *pooled)
-    kept: Tensor | None  # `windows` where they are small
+    groups: Groups
 
-    def windows(self) -> Tensor:
-        """Those that are pooled, by phase, with a one at the end: `(tasks, phases, examples × pooled, in_channels × kernel + 1)`."""
-        if self.kept is not None:
-            return self.kept
-        tasks, _, size = self.mean.shape
-        examples, *pooled = self.shape
-        windows = self.mean.new_empty(tasks, 2 ** len(pooled), examples * math.prod(pooled), size + 1)
-        for phase, parity in zip(windows.unbind(1), parities(tuple(pooled)), strict=True):
-            chosen = self.all[parity]
-            torch.sub(chosen.reshape(tasks, -1, size), self.mean, out=phase[..., :-1])
-        windows[..., -1] = 1.0
-        return windows
+    @staticmethod
+    def joined(parts: Sequence[Patches]) -> Patches:
+        """Several sets of the same tasks as one, group by group."""
+        found = [part.windows() for part in parts]
+        groups = Groups.of([part.shape[0] for part in parts], found[0])
+        cut = [windows.unflatten(2, (k, -1)).transpose(1, 2) for windows, k in zip(found, groups.sizes, strict=True)]
+        spread = [part.covariance.unsqueeze(1).expand(-1, k, -1, -1) for part, k in zip(parts, groups.sizes, strict=True)]
+        windows, covariance = (torch.cat(each, 1).flatten(0, 1) for each in (cut, spread))
+        return Patches(lambda: windows, covariance, (sum(part.shape[0] for part in parts), *parts[0].shape[1:]), groups)
 
 
 @dataclass
 class Kept:
     """What the backward pass needs from the forward pass."""
 
-    windows: Tensor  # (tasks, phases, examples × pooled, in_channels × kernel + 1)
+    groups: Groups
+    windows: Tensor  # as in `Patches`; tasks and rows are from here on those of each group
     convolved: list[list[Tensor]]  # piece by piece, phase by phase, (tasks, places, out_channels); empty where that is much
     w: Tensor  # the filters as they are, (rows, out_channels, in_channels × kernel)
     filters: Tensor  # [a w, β], (rows, in_channels × kernel + 1, out_channels)
@@ -90,14 +90,17 @@ class FirstBlock:
             products.baddbmm_(shifted.transpose(1, 2), shifted, alpha=1 / number)
         covariance = products.baddbmm_(rest.transpose(1, 2), rest, alpha=-1)
         mean = (centre + rest).to(x.dtype)
-        patches = Patches(x, mean, covariance, (examples, *(n // 2 for n in convolved)), None)
-        small = math.prod(x.shape[1:]) * x.element_size() <= LARGEST_KEPT
-        return replace(patches, kept=patches.windows()) if small else patches
+        shape = (examples, *(n // 2 for n in convolved))
+        windows = partial(_windows, x, mean, shape)
+        kept = windows() if math.prod(x.shape[1:]) * x.element_size() <= LARGEST_KEPT else None
+        return Patches(windows if kept is None else lambda: kept, covariance, shape, Groups((1,), None))
 
     def forward(self, patches: Patches, weights: BlockWeights, border: tuple[int, ...]) -> tuple[Padded, Kept]:
         """Outputs `(rows, examples, *pooled, out_channels)`, with a border around them."""
         weight, _, gamma, beta = weights
-        w = weight.flatten(2)
+        groups = patches.groups
+        w, gamma, beta = (None if leaf is None else groups.each(leaf) for leaf in (weight.flatten(2), gamma, beta))
+        assert w is not None
         exact = w.double()
         spread = torch.matmul(exact.unflatten(0, (-1, len(patches.covariance))), patches.covariance).flatten(0, 1)
         variance = torch.linalg.vecdot(exact, spread).clamp_min_(0)
@@ -113,24 +116,36 @@ class FirstBlock:
             largest(convolved, out=out[rows, place])
             if out.numel() <= IN_CACHE:
                 pieces.append(convolved)
-        kept = Kept(windows, pieces, w, filters, scale, deviation, spread.to(w.dtype))
-        return rectified(out.view(len(out), *patches.shape, -1), border), kept
+        kept = Kept(groups, windows, pieces, w, filters, scale, deviation, spread.to(w.dtype))
+        return rectified(out.view(len(weight), *patches.shape, -1), border), kept
 
     def backward(self, g: Tensor, out: Tensor, kept: Kept) -> BlockWeights:
         """Gradients with respect to the weights, from that of the outputs `out`. Overwrites what was kept."""
         filters = kept.filters
         g = torch.ops.aten.threshold_backward(g, out, 0).view(len(filters), -1, filters.shape[2])
-        sums = g.new_zeros(len(filters), filters.shape[2], filters.shape[1])
+        sums = torch.zeros_like(filters)
         for at, (rows, tasks, place) in enumerate(_pieces(kept.windows, filters)):
             windows = kept.windows[tasks, :, place]
             convolved = kept.convolved[at] if kept.convolved else _convolved(windows, filters[rows])
             share(g[rows, place], convolved)
             for phase, part in zip(windows.unbind(1), convolved, strict=True):
-                sums[rows].baddbmm_(part.transpose(1, 2), phase)
-        moved, dbeta = sums[..., :-1], sums[..., -1]
+                sums[rows].baddbmm_(phase.transpose(1, 2), part)  # this way round it is twice as fast
+        moved, dbeta = sums[:, :-1].transpose(1, 2), sums[:, -1]
         dgamma = torch.linalg.vecdot(kept.w, moved).unsqueeze(-1) * kept.deviation
         dw = torch.addcmul(moved, kept.spread, dgamma * kept.deviation, value=-1).mul_(kept.scale)
-        return BlockWeights(dw.unflatten(2, (-1, *self._block.kernel)), None, dgamma.squeeze(-1), dbeta)
+        dw, dgamma, dbeta = (kept.groups.total(leaf) for leaf in (dw, dgamma.squeeze(-1), dbeta))
+        return BlockWeights(dw.unflatten(2, (-1, *self._block.kernel)), None, dgamma, dbeta)
+
+
+def _windows(x: Tensor, mean: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """From all windows `(tasks, examples, *convolved, in_channels, *kernel)` and their mean `(tasks, 1, in_channels × kernel)`."""
+    tasks, _, size = mean.shape
+    examples, *pooled = shape
+    windows = mean.new_empty(tasks, 2 ** len(pooled), examples * math.prod(pooled), size + 1)
+    for phase, parity in zip(windows.unbind(1), parities(tuple(pooled)), strict=True):
+        torch.sub(x[parity].reshape(tasks, -1, size), mean, out=phase[..., :-1])
+    windows[..., -1] = 1.0
+    return windows
 
 
 def _convolved(windows: Tensor, filters: Tensor) -> list[Tensor]:

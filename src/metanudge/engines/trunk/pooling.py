@@ -20,7 +20,17 @@ def phases(y: Tensor) -> list[Tensor]:
 
     An odd last entry belongs to no window.
     """
-    return [y[parity] for parity in parities(tuple(size // 2 for size in y.shape[2:-1]))]
+    found = [y]
+    for axis in range(2, y.ndim - 1):
+        found = [half for part in found for half in _halves(part, axis)]
+    return found
+
+
+def _halves(y: Tensor, axis: int) -> Sequence[Tensor]:
+    """The even and the odd entries along an axis."""
+    size = y.shape[axis] // 2
+    even = y if y.shape[axis] == 2 * size else y.narrow(axis, 0, 2 * size)
+    return even.view(*y.shape[:axis], size, 2, *y.shape[axis + 1 :]).unbind(axis + 1)
 
 
 @cache
