@@ -250,15 +250,16 @@ class Chain:
     def join(self, sets: Sequence[list[Data]], rows: int, objective: Objective) -> Data | None:
         """Prepared sets of examples of the same tasks for `losses_of_sets`, or None where they are better taken one by one."""
         firsts = [portions[0] for portions in sets]
-        trunk, limits = firsts[0].trunk, [first.rows_at_once for first in firsts]
-        if self._trunk is None or trunk is None or objective.loss is not F.cross_entropy or any(len(portions) > 1 for portions in sets):
+        trunk = firsts[0].trunk
+        if self._trunk is None or trunk is None or any(len(portions) > 1 or portions[0].trunk is None for portions in sets):
             return None
-        if sum(0 if limit is None else rows / limit for limit in limits) > 1:
+        if sum(rows / first.rows_at_once for first in firsts if first.rows_at_once is not None) > 1:
             return None
         behind = [type(layer) for layer, _ in self._steps[self._trunk.layers :]]
-        if behind[-1:] != [nn.Linear] or not all(kind in (nn.Flatten, nn.Linear, *ELEMENTWISE) for kind in behind):
-            return None  # they might look at several examples at once
-        prepared = None if any(first.trunk is None for first in firsts) else join(trunk, [first.prepared for first in firsts])
+        apart = behind[-1:] == [nn.Linear] and all(kind in (nn.Flatten, nn.Linear, *ELEMENTWISE) for kind in behind)
+        if not apart or objective.loss is not F.cross_entropy:  # else examples might meet elsewhere than in the blocks
+            return None
+        prepared = join(trunk, [first.prepared for first in firsts])
         return None if prepared is None else replace(firsts[0], prepared=prepared)
 
     def losses_of_sets(self, data: Data, targets: Tensor, shares: Tensor, phi: Params, into: Params | None = None) -> Tensor:

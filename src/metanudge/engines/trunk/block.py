@@ -62,9 +62,9 @@ class LaterBlock:
         windows = phases(y)
         if gamma is not None and not positive and bool((gamma == 0).any()):
             # All entries of a window are equal behind BatchNorm, so that the first wins; a = 0, so that y is felt nowhere else.
-            flat = (gamma == 0).view(len(weight), *[1] * (y.ndim - 2), -1)
+            level = (gamma == 0).view(len(weight), *[1] * (y.ndim - 2), -1)
             for other in windows[1:]:
-                other.copy_(torch.where(flat, windows[0], other))
+                other.copy_(torch.where(level, windows[0], other))
         pooled = largest(windows)
         flat = self._entries(pooled)
         out = flat * scale if beta is None else torch.addcmul(self._groups.each(beta).unsqueeze(1), flat, scale)
@@ -78,8 +78,8 @@ class LaterBlock:
         scale = kept.scale / -entries.shape[1]
         dbeta = flat.sum(1, keepdim=True)
         dgamma = products(flat, self._entries(kept.pooled)) * deviation
-        means = (self._groups.average(sums) for sums in (dbeta, dgamma))
-        gradient = torch.addcmul(next(means) * scale, entries, next(means) * deviation * scale).view_as(y)
+        level, slope = (self._groups.average(sums) * scale for sums in (dbeta, dgamma))
+        gradient = torch.addcmul(level, entries, slope * deviation).view_as(y)
         flat.mul_(kept.scale)
         add_share(g, phases(y), phases(gradient))
         dz, dw = self._convolution.backward(gradient, kept.z, kept.convolution)
