@@ -52,13 +52,20 @@ def on_tensor_cores(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Ten
     return x.contiguous(memory_format=torch.channels_last), weight
 
 
+def windows_of(x: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]) -> Tensor:
+    """What a convolution of stride 1 sees of `(rows, examples, channels, *spatial)`: a view with `(*convolved, channels, *kernel)`."""
+    x = F.pad(x, tuple(p for size in reversed(padding) for p in (size, size)))
+    for axis, size in enumerate(kernel, 3):
+        x = x.unfold(axis, size, 1)
+    return x.movedim(2, 2 + len(kernel))
+
+
 def patches(x: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]) -> Tensor:
-    """What a convolution of stride 1 sees of images `(rows, examples, channels, height, width)`: `(rows, pixels, features)`.
+    """The windows of images as matrices `(rows, pixels, features)`.
 
     Features are as many as tensor cores want, the last ones zero.
     """
-    seen = F.pad(x, (padding[1], padding[1], padding[0], padding[0])).unfold(3, kernel[0], 1).unfold(4, kernel[1], 1)
-    seen = seen.permute(0, 1, 3, 4, 2, 5, 6).flatten(4)
+    seen = windows_of(x, kernel, padding).flatten(4)
     found = x.new_zeros((*seen.shape[:4], seen.shape[4] + -seen.shape[4] % _FEWEST_CHANNELS))
     found[..., : seen.shape[4]] = seen
     return found.flatten(1, 3)

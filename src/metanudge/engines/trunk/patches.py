@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from metanudge.engines.convolution import windows_of
 from metanudge.engines.trunk.block import rectified
 from metanudge.engines.trunk.groups import Groups
 from metanudge.engines.trunk.interface import BlockWeights
@@ -74,10 +74,7 @@ class FirstBlock:
     def prepare(self, inputs: Tensor) -> Patches:
         """Windows and their covariance, from inputs `(tasks, examples, channels, *spatial)`."""
         kernel, padding = self._block.kernel, self._block.padding
-        x = F.pad(inputs, tuple(p for size in reversed(padding) for p in (size, size)))
-        for axis, size in enumerate(kernel, 3):
-            x = x.unfold(axis, size, 1)
-        x = x.movedim(2, 2 + len(kernel))  # (tasks, examples, *convolved, channels, *kernel)
+        x = windows_of(inputs, kernel, padding)  # (tasks, examples, *convolved, channels, *kernel)
         tasks, examples, *convolved = x.shape[: 2 + len(kernel)]
         size = x[0, 0].numel() // math.prod(convolved)
         number = examples * math.prod(convolved)
@@ -91,9 +88,9 @@ class FirstBlock:
         covariance = products.baddbmm_(rest.transpose(1, 2), rest, alpha=-1)
         mean = (centre + rest).to(x.dtype)
         shape = (examples, *(n // 2 for n in convolved))
-        windows = partial(_windows, x, mean, shape)
-        kept = windows() if math.prod(x.shape[1:]) * x.element_size() <= LARGEST_KEPT else None
-        return Patches(windows if kept is None else lambda: kept, covariance, shape, Groups((1,), None))
+        make = partial(_windows, x, mean, shape)
+        kept = make() if math.prod(x.shape[1:]) * x.element_size() <= LARGEST_KEPT else None
+        return Patches(make if kept is None else lambda: kept, covariance, shape, Groups((1,), None))
 
     def forward(self, patches: Patches, weights: BlockWeights, border: tuple[int, ...]) -> tuple[Padded, Kept]:
         """Outputs `(rows, examples, *pooled, out_channels)`, with a border around them."""
