@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from metanudge.bench import ours
 from metanudge.bench.cases import CASES
 from metanudge.bench.contender import Contender, Gradient
-from metanudge.bench.rivals import RIVALS, betty
+from metanudge.bench.rivals import RIVALS, betty, compiled
 from metanudge.bench.workload import Workload
-from metanudge.estimators import FOMAML, IMAML, MAML
+from metanudge.estimators import FOBMAML, FOMAML, IMAML, MAML
 from problems import relative_error
 
 # The rivals have no proximal term; ours all but vanishes.
@@ -20,6 +22,13 @@ CUDA = torch.cuda.is_available()
 
 # The rivals are old: they warn of what torch has deprecated since.
 pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    """What torch.compile is given is tested, not torch.compile itself, which takes minutes."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def work_of(case: str, lam: float = NO_LAM, device: str = "cpu") -> Workload:
@@ -60,6 +69,18 @@ def test_bettys_imaml_is_imaml_where_its_conjugate_gradient_is_right() -> None:
     for _ in range(2):
         assert relative_error(prepared.step(), expected) < 1e-6
     assert relative_error(betty.prepare(workload, cg_steps=3).step(), ours_of(workload, IMAML(cg_steps=3))) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["mnist1d", "omniglot", "sinusoid", "transformer"])
+def test_the_compiled_gradient_nudge_is_ours(case: str) -> None:
+    workload = work_of(case, lam=2.0)
+    own = ours.prepare(workload, FOBMAML(nu=compiled.NU, nudge="gradient"), "stacked")
+    expected = own.step()
+    (rival,) = (r for r in compiled.CONTENDERS if r.name == "compile-gradient")
+    prepared = rival.prepare(workload)
+    for _ in range(2):
+        assert relative_error(prepared.step(), expected) < 1e-10
+    assert prepared.work() == own.work()
 
 
 def test_counts_of_evaluations_agree_with_ours() -> None:

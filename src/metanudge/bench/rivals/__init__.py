@@ -7,12 +7,13 @@ The exception is betty's iMAML, which is not defined without the term.
 from __future__ import annotations
 
 from metanudge.bench.contender import Contender
-from metanudge.bench.rivals import betty, cuda_graph, higher, learn2learn, loop, torchopt, vmap
+from metanudge.bench.rivals import betty, compiled, cuda_graph, higher, learn2learn, loop, torchopt, vmap
 
 RIVALS: tuple[Contender, ...] = (
     *loop.CONTENDERS,
     *vmap.CONTENDERS,
     *cuda_graph.CONTENDERS,
+    *compiled.CONTENDERS,
     *higher.CONTENDERS,
     *torchopt.CONTENDERS,
     *betty.CONTENDERS,
