@@ -32,6 +32,10 @@ TINY: dict[str, dict[str, Any]] = {
         "methods": ("FO-B-MAML", "FO-MAML"), "second_order": ("iMAML, 5 CG steps",), "once": (), "inner_rates": (0.1, 0.4),
         "tuning": (1,), "val_tasks": 1, "iterations": 2, "tasks": 1, "queries": 1, "channels": 2, "watch_tasks": 2, "test_tasks": 2,
     },
+    "omniglot-long": {
+        "shorten": 12000, "tuning": (1,), "val_tasks": 1, "tasks": 1, "queries": 1, "channels": 2, "watch_tasks": 2, "test_tasks": 2,
+        "adapt_steps": (1, 5),
+    },
     "outer-loss": {"iterations": 2, "steps": 3, "seeds": 1, "tasks": 1, "dim": 4, "rates": (0.1, 1.0), "limit_steps": (3,)},
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ NAMES = (
     "outer-loss",
     "mnist1d",
     "omniglot",
+    "omniglot-long",
     "memory-cnn",
     "memory-width",
     "memory-length",
