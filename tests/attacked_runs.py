@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from metanudge.cli import main
+from metanudge.training.checkpoint import load, save
 from trained_runs import vector_table
 
 TINY = [
@@ -39,9 +40,13 @@ def copied(run: Path, to: Path) -> Path:
 
 
 def rewrite(run: Path, **changes: Any) -> Path:
-    """Write other settings into a run's config.json, as a stranger would."""
+    """Write other settings into a run, as a stranger would: into config.json and into every checkpoint, sealed anew."""
     file = run / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    for folder in (run / "checkpoints").iterdir():
+        old = load(folder)
+        shutil.rmtree(folder)
+        save(folder, step=old.step, tensors=old.tensors, state=old.state | {"config": old.state["config"] | changes})
     return run
 
 

@@ -230,7 +230,9 @@ class Shapes:
     kind, num_outputs, input_shape = "classification", 3, (3,)
 
 
-@pytest.mark.parametrize("name", ["Net", "net", "partial", "Net.__call__.__class__", "Impostor", "number", "os.system", "os.makedirs", "nothing"])
+@pytest.mark.parametrize(
+    "name", ["Net", "net", "partial", "Net.__call__.__class__", "Impostor", "number", "os.system", "os.makedirs", "nothing"]
+)
 def test_what_is_named_must_make_a_network(name: str, mark: Path, here: Path) -> None:
     """Also where it is trusted; what can be told before the call is told before the call."""
     if name in ("Net", "net", "partial"):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
-from metanudge.training.files import is_real_folder, open_to_append, read_bytes
+from metanudge.training.files import open_to_append, read_bytes
 
 Values = Mapping[str, float | int | str | None]
 
@@ -102,8 +102,6 @@ def check_sinks(config: TrainConfig) -> None:
 def open_sinks(config: TrainConfig, folder: Path) -> list[Sink]:
     """The extra places that a configuration sends metrics to."""
     sinks: list[Sink] = []
-    for name in ("tensorboard", "wandb"):
-        is_real_folder(folder / name)  # a link would lead the packages' own files elsewhere
     if config.tensorboard:
         sinks.append(_TensorBoard(folder))
     if config.wandb:
