@@ -43,7 +43,8 @@ def net(in_features: int, ways: int) -> nn.Module:
 def nothing():
     return None
 
-partial = functools.partial(net, ways=3)
+partial = functools.partial(Net, ways=3)
+cached = functools.cache(net)
 number = 3
 """
 HUB = "from pathlib import Path\nPath({mark!r}).touch()\ndef bomb():\n    raise SystemExit\n"
@@ -231,11 +232,11 @@ class Shapes:
 
 
 @pytest.mark.parametrize(
-    "name", ["Net", "net", "partial", "Net.__call__.__class__", "Impostor", "number", "os.system", "os.makedirs", "nothing"]
+    "name", ["Net", "net", "partial", "cached", "Net.__call__.__class__", "Impostor", "number", "os.system", "os.makedirs", "nothing"]
 )
 def test_what_is_named_must_make_a_network(name: str, mark: Path, here: Path) -> None:
     """Also where it is trusted; what can be told before the call is told before the call."""
-    if name in ("Net", "net", "partial"):
+    if name in ("Net", "net", "partial", "cached"):
         assert isinstance(specs.build_model(f"my_nets:{name}", Shapes()), nn.Module)  # type: ignore[arg-type]
         return
     with pytest.raises(UserError, match=r"my_nets:.*nn\.Module"):

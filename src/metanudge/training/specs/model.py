@@ -104,7 +104,9 @@ def _makes_modules(found: Any) -> bool:
         return True
     if isinstance(found, type):
         return issubclass(found, nn.Module)
-    function = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
+    if isinstance(found, functools.partial):
+        return _makes_modules(found.func)
+    function = inspect.unwrap(found)
     home = str(getattr(function, "__module__", "")).partition(".")[0]
     return (inspect.isfunction(function) or inspect.ismethod(function)) and home not in sys.stdlib_module_names
 
