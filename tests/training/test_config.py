@@ -11,19 +11,21 @@ from hypothesis import strategies as st
 
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
+from metanudge.training.trust import printable
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
+text = st.text(max_size=20).map(printable)
 configs = st.builds(
     TrainConfig,
-    data=st.text(max_size=20),
+    data=text,
     ways=st.none() | st.integers(),
     lam=finite,
     clip=st.none() | finite,
     schedule=st.sampled_from(["constant", "cosine"]),
     seed=st.integers(),
     tensorboard=st.booleans(),
-    out=st.none() | st.text(max_size=20),
-    estimator=st.text(max_size=20),
+    out=st.none() | text,
+    estimator=text,
 )
 
 
@@ -47,6 +49,7 @@ def test_importing_the_configuration_loads_no_torch() -> None:
         ('{"iterations": true}', ["iterations", "True"]),
         ('{"schedule": "cosin"}', ["schedule", "cosine"]),
         ('{"tensorboard": 1}', ["tensorboard", "true or false"]),
+        (r'{"data": "x\u001b[2J"}', ["data", r"x\x1b[2J", "control characters"]),
         ("[1]", ["list"]),
         ("{", ["JSON"]),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 
 from metanudge.bench import tables
 from metanudge.experiments.style import INK, figure, legend, line
+from metanudge.training.files import replacing
 
 _OURS, _RIVAL = "#1f6fd6", "#a9b1bd"
 _PATHS = {"blocks": (_OURS, -0.16), "layer by layer": ("#e07b00", 0.16)}  # colour, and side of the tick
@@ -15,9 +16,8 @@ _PATHS = {"blocks": (_OURS, -0.16), "layer by layer": ("#e07b00", 0.16)}  # colo
 def draw(result: dict[str, Any], file: Path) -> None:
     """Draw a comparison, a scaling measurement or rounding errors into a PNG file."""
     made = {"compare": _comparison, "scaling": _scaling, "rounding": _rounding}[result["kind"]](result)
-    temporary = file.with_name(f".new-{file.name}")
-    made.savefig(temporary, format="png", dpi=150)
-    temporary.replace(file)
+    with replacing(file) as stream:
+        made.savefig(stream, format="png", dpi=150)
 
 
 def _comparison(result: dict[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from metanudge.engines.compiled import compilation
 from metanudge.experiments.progress import Progress
 from metanudge.experiments.run import choose_device
 from metanudge.training.errors import UserError
+from metanudge.training.files import write_text
 
 
 def run(config: BenchConfig, progress: Progress) -> Iterator[tuple[Path, Result]]:
@@ -104,9 +105,7 @@ def show(result: Result) -> list[tables.Table]:
 
 def write(file: Path, result: Result) -> None:
     """As JSON; the file gets its name when it is complete."""
-    temporary = file.with_name(f".new-{file.name}")
-    temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(file)
+    write_text(file, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def read(file: Path) -> Result:

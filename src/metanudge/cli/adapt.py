@@ -64,6 +64,9 @@ class AdaptOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
 
+    trust: bool = False
+    """Import and run the code that the run's config.json names as its model (module:attribute). Look at it first."""
+
     overwrite: bool = False
     """Replace what --out and --export name, if it exists."""
 
@@ -73,6 +76,7 @@ def run(argv: list[str]) -> int:
     options = tyro.cli(AdaptOptions, args=argv, prog="metanudge adapt", description=f"{cleandoc(AdaptOptions.__doc__ or '')}\n{EXAMPLES}")
     from metanudge.training import runs, use
     from metanudge.training.errors import UserError
+    from metanudge.training.trust import printable
 
     if (options.predict is None) != (options.out is None):
         given, missing = ("--predict", "--out") if options.out is None else ("--out", "--predict")
@@ -85,14 +89,14 @@ def run(argv: list[str]) -> int:
         use.check_new_folder(options.export, overwrite=options.overwrite)
     if options.out is not None:
         use.check_new_file(options.out, overwrite=options.overwrite, flag="--out")
-    trained = runs.load(options.run, checkpoint=options.checkpoint, device=options.device)
+    trained = runs.load(options.run, checkpoint=options.checkpoint, device=options.device, trust=options.trust)
     classifier = use.adapt(trained, options.support, steps=options.steps)
-    print(_adapted(classifier, options.support))
+    print(printable(_adapted(classifier, options.support)))
     if options.predict is not None and options.out is not None:
         with use.new_file(options.out, overwrite=options.overwrite, flag="--out") as file, progress_bar("labelling", "files") as progress:
             predictions = _counted(classifier.predict(options.predict), progress)
             written = use.write_predictions(file, classifier.classes, predictions)
-        print(_summary(written, classifier, options.out))
+        print(printable(_summary(written, classifier, options.out)))
     if options.export is not None:
         classifier.export(options.export, program=options.program, overwrite=options.overwrite)
         print(_exported(options.export, options.program))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from metanudge.training.errors import EXIT_BAD_INPUT, EXIT_SIGINT, StopTraining, UserError
+from metanudge.training.trust import printable
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -38,4 +39,4 @@ def guarded(command: Callable[[], int]) -> int:
 def report(message: str) -> None:
     """A message on stderr, from one process only."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"metanudge: {message}", file=sys.stderr, flush=True)
+        print(f"metanudge: {printable(message)}", file=sys.stderr, flush=True)

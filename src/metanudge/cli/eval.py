@@ -60,6 +60,9 @@ class EvalOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
 
+    trust: bool = False
+    """Import and run the code that the run's config.json names as its model (module:attribute). Look at it first."""
+
 
 def run(argv: list[str]) -> int:
     """Run the command."""
@@ -67,13 +70,14 @@ def run(argv: list[str]) -> int:
     from metanudge.training import runs
     from metanudge.training.errors import UserError
     from metanudge.training.evaluation import evaluate_run, plot_steps
+    from metanudge.training.trust import printable
     from metanudge.training.use import check_new_file, new_file
 
     if options.tasks < 1:
         raise UserError(f"--tasks {options.tasks} is too small. Use 1 or more; 1000 are usual.")
     if any(k < 0 for k in options.steps):
         raise UserError(f"--steps {min(options.steps)} cannot be taken. Use 0 for the initialisation itself, or positive numbers.")
-    trained = runs.load(options.run, checkpoint=options.checkpoint, device=options.device)
+    trained = runs.load(options.run, checkpoint=options.checkpoint, device=options.device, trust=options.trust)
     plot = options.plot or trained.folder / f"eval-{options.split}.png"
     if plot.suffix.lower() not in PLOTS:
         raise UserError(f"--plot {plot} is not a kind of picture that can be drawn. Let its name end in one of: {', '.join(PLOTS)}.")
@@ -90,7 +94,7 @@ def run(argv: list[str]) -> int:
             json.dump({"run": str(options.run), "step": trained.state.step, **report.as_dict()}, file, indent=2, allow_nan=False)
             file.write("\n")
     print(f"{options.run}, weights after {trained.state.step} meta-steps")
-    print(report)
+    print(printable(str(report)))
     try:
         plot_steps(report, plot, title=f"{Path(trained.config.data).name}: {report.tasks} {options.split} tasks")
     except OSError as error:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import tyro
 
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
+from metanudge.training.files import read_text
+from metanudge.training.trust import check_trust
 
 HELP = "meta-train a few-shot learner, or resume a run"
 
@@ -35,20 +39,25 @@ class Arguments:
     """Continue this run, bit for bit (or one of its checkpoints: RUN/checkpoints/NAME). DATA is not needed then."""
     config: Path | None = None
     """Take all settings from this file, such as another run's config.json; flags override it."""
+    trust: bool = False
+    """Obey the file of --resume or --config also where it names code to import (model module:attribute) or logs to wandb.
+    Look at it first: its code runs as you. A model that you name yourself with --model needs no trust."""
 
 
 def parse(argv: list[str]) -> tuple[TrainConfig, Path | None]:
     """Configuration and run to resume."""
-    base = TrainConfig()
+    base, origin = TrainConfig(), None
     resume, file = _path(argv, "--resume"), _path(argv, "--config")
     if resume is not None and file is not None:
         raise UserError("--resume and --config contradict each other: a run has its own configuration. Leave one of them out.")
     if resume is not None:
-        base = _saved(resume)
+        origin = _config_of(resume)
+        base = TrainConfig.from_json(read_text(origin), where=str(origin))
     elif file is not None:
-        if not file.is_file():
+        origin = file
+        if not os.path.lexists(file):
             raise UserError(f"--config {file}: there is no such file. Give a run's config.json, or leave it out.")
-        base = dataclasses.replace(TrainConfig.from_json(file.read_text(encoding="utf-8"), where=str(file)), out=None)
+        base = dataclasses.replace(TrainConfig.from_json(read_text(file), where=str(file)), out=None)
     arguments = tyro.cli(
         Arguments,
         args=argv,
@@ -56,7 +65,15 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Path | None]:
         description=_DESCRIPTION,
         default=Arguments(base, resume, file),
     )
+    if origin is not None and not arguments.trust:
+        check_trust(arguments.train, origin, but=_given(argv, arguments.train))
     return arguments.train, arguments.resume
+
+
+def _given(argv: list[str], config: TrainConfig) -> set[str]:
+    """The settings whose value comes from the command line, among those that a file is not trusted with."""
+    named = {f"{flag}={value}" for flag, value in pairwise(argv)} | set(argv)
+    return {name for name, word in (("model", f"--model={config.model}"), ("wandb", "--wandb")) if word in named}
 
 
 def _path(argv: list[str], name: str) -> Path | None:
@@ -69,14 +86,14 @@ def _path(argv: list[str], name: str) -> Path | None:
     return None
 
 
-def _saved(resume: Path) -> TrainConfig:
+def _config_of(resume: Path) -> Path:
     # Like `runs.read_config`, which needs torch; a wrong path should be told at once.
     folder = resume.parent.parent if resume.parent.name == "checkpoints" and not (resume / "config.json").exists() else resume
     file = folder / "config.json"
-    if not file.is_file():
+    if not os.path.lexists(file):
         what = "is not a run: it has no config.json" if folder.is_dir() else "does not exist"
         raise UserError(f"--resume {resume}: {folder} {what}. Give the folder that metanudge train wrote.")
-    return TrainConfig.from_json(file.read_text(encoding="utf-8"), where=str(file))
+    return file
 
 
 def run(argv: list[str]) -> int:

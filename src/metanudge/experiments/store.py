@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from metanudge.experiments.base import MODES, Experiment, Measured, Mode, Result, json_safe
+from metanudge.training import files
 from metanudge.training.errors import UserError
 
 FORMAT = 1
@@ -46,15 +46,7 @@ def write_text(file: Path, text: str) -> None:
 def write_bytes(file: Path, content: bytes) -> None:
     """Write a file that is there complete or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".new-{os.getpid()}-{file.name}")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.write_bytes(file, content)
 
 
 def read(experiment: Experiment[Any], file: Path) -> Result[Any]:

@@ -60,7 +60,7 @@ def _find_parts(folder: Path) -> dict[str, Path] | None:
     found: dict[str, Path] = {}
     for part in CHARACTERS:
         for path in (folder / part, folder / f"{part}.zip"):
-            if path.exists():
+            if path.is_dir() or path.is_file():  # no FIFO, which would be waited for
                 found.setdefault(part, path)
     if found and len(found) < len(CHARACTERS) and folder != cache_folder() / "omniglot":
         (missing,) = set(CHARACTERS) - set(found)

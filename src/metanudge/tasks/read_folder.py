@@ -57,6 +57,8 @@ def read_file(file: Path, *, size: tuple[int, int] | None, grey: bool) -> Tensor
     """
     if file.is_dir():
         raise ValueError(f"{file} is a folder inside a class folder. Give a folder with exactly one level of classes.")
+    if not file.is_file():  # a FIFO would be waited for, a device read for ever
+        raise ValueError(f"{file} is no file (a FIFO, a device, or a link to nothing). Move it away.")
     readers = {".npy": _read_array, ".npz": _read_array, ".csv": _read_numbers}
     try:
         if reader := readers.get(file.suffix.lower()):

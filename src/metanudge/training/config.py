@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from metanudge.training.errors import UserError
+from metanudge.training.trust import printable
 
 Schedule = Literal["constant", "cosine"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -133,6 +134,8 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise `UserError` for values that make no sense whatever the data; the rest is checked by what uses it."""
+        for name, value in self.to_dict().items():
+            _check_text(flag(name), value)
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -225,4 +228,11 @@ def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
     if type(value) not in kinds:
         wanted = " or ".join({int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(k, "null") for k in kinds)
         raise UserError(f"{where}: {name} is {value!r}. It must be {wanted}.")
+    _check_text(f"{where}: {name}", value)
     return value
+
+
+def _check_text(what: str, value: Any) -> None:
+    """Settings are shown on terminals, in help texts and tables that others draw: none may give a terminal orders."""
+    if isinstance(value, str) and printable(value) != value:
+        raise UserError(f"{what} is {value!r}, which has control characters in it. Remove them.")

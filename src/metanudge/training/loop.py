@@ -38,6 +38,7 @@ from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING, DataShapes, ch
 from metanudge.training.signals import CODES, StopRequest
 from metanudge.training.stiffness import stiffness
 from metanudge.training.summary import Outcome, facts, result_table, tested, write_summary
+from metanudge.training.trust import own_code
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
 T = TypeVar("T")
@@ -260,8 +261,10 @@ class Trainer:
     def _stop(self, number: int) -> NoReturn:
         self._save()
         name = "Interrupted" if CODES[number] == 130 else "Asked to stop"
+        trust = " --trust" if own_code(self.config.model) else ""
         raise StopTraining(
-            f"{name}. Meta-step {self.step} is saved; go on with: metanudge train --resume {shlex.quote(str(self.folder))}", CODES[number]
+            f"{name}. Meta-step {self.step} is saved; go on with: metanudge train --resume {shlex.quote(str(self.folder))}{trust}",
+            CODES[number],
         )
 
     def _save(self, *, best: bool = False) -> None:

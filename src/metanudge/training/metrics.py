@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
+from metanudge.training.files import open_to_append, read_bytes
 
 Values = Mapping[str, float | int | str | None]
 
@@ -27,7 +28,7 @@ class MetricsLog:
     """
 
     def __init__(self, file: Path, *, size: int | None = None) -> None:
-        self._file = file.open("ab")
+        self._file = open_to_append(file)
         self.complete = size is None or self._file.tell() >= size
         if size is not None and self.complete:
             self._file.truncate(size)
@@ -56,9 +57,9 @@ class MetricsLog:
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """All complete lines of a metrics file."""
-    if not file.is_file():
+    if not os.path.lexists(file):
         return []
-    lines = file.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off by a crash
+    lines = read_bytes(file).split(b"\n")[:-1]  # what follows the last newline was cut off by a crash
     return [json.loads(line) for line in lines]
 
 
@@ -66,12 +67,12 @@ class Timing:
     """`timing.jsonl`: when each meta-step was done, how long it took, and the memory then."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file.open("a", encoding="utf-8")
+        self._file = open_to_append(file)
 
     def write(self, step: int, seconds: float, memory: int | None) -> None:
         """Add a line."""
         line = {"step": step, "seconds": round(seconds, 6), "memory_bytes": memory, "time": round(time.time(), 3)}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import shlex
 import time
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from metanudge.training.checkpoint import Checkpoint, CheckpointError, Checkpoin
 from metanudge.training.config import TrainConfig, flag
 from metanudge.training.distributed import Group
 from metanudge.training.errors import UserError
-from metanudge.training.runs import CHECKPOINTS, CONFIG, SUMMARY, read_config, write_text
+from metanudge.training.files import is_real_folder, open_to_append, write_text
+from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, SUMMARY, TIMING, read_config
 
 # What a resumed run may change: how far and where it goes, not what it computes.
 MAY_CHANGE = ("iterations", "test_tasks", "checkpoint_every", "device", "engine", "chunk", "compile", "tensorboard", "wandb")
@@ -40,7 +42,7 @@ def make_plan(config: TrainConfig, resume: Path | None, group: Group) -> Plan:
         chosen: str = "last"
         if resume.parent.name == CHECKPOINTS and not (resume / CONFIG).exists():
             resume, chosen = resume.parent.parent, resume.name
-        saved = read_config(resume)
+        saved = read_config(resume, trust=True)  # only compared: what is built is `config`, the caller's word
         if config.out not in (None, saved.out):
             raise UserError(
                 f"--out {config.out} and --resume {resume} contradict each other: a run goes on where it is. Leave --out out."
@@ -52,7 +54,7 @@ def make_plan(config: TrainConfig, resume: Path | None, group: Group) -> Plan:
     if not folder.is_dir():
         raise UserError(f"--out {folder} is a file. Give a new or empty folder.")
     if group.elastic and (folder / CONFIG).is_file():  # torchrun starts the same command again after a failure
-        return Plan(folder, read_config(folder), _checkpoint(folder, "last"))
+        return Plan(folder, read_config(folder, trust=True), _checkpoint(folder, "last"))
     more = f", or continue the run in it: metanudge train --resume {shlex.quote(str(folder))}" if (folder / CONFIG).is_file() else ""
     raise UserError(f"--out {folder} is not empty (it holds {_contents(folder)[0]}). Give a new or empty folder{more}.")
 
@@ -134,6 +136,7 @@ def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None
 
 def claim(folder: Path, config: TrainConfig) -> None:
     """Make the folder and write the configuration, which makes it a run."""
+    _check_contents(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / CONFIG, config.to_json())
@@ -141,3 +144,15 @@ def claim(folder: Path, config: TrainConfig) -> None:
         raise UserError(
             f"{folder} cannot be written ({error.strerror}). Give a folder of yours on a disk with space left: --out FOLDER"
         ) from error
+
+
+def _check_contents(folder: Path) -> None:
+    """Refuse a folder in which something else stands where the run adds to files and other packages write theirs."""
+    try:
+        for name in (METRICS, TIMING):
+            if os.path.lexists(folder / name):
+                open_to_append(folder / name).close()
+        for name in (CHECKPOINTS, "tensorboard", "wandb"):
+            is_real_folder(folder / name)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be written to ({error.strerror}).") from error

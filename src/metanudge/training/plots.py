@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from metanudge.training.files import replacing
+
 _INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
 
 
@@ -68,6 +70,5 @@ def learning_curve(rows: Sequence[dict[str, Any]], file: Path, *, title: str, te
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right" if percent else "upper right", fontsize=9)
-    temporary = file.with_name(f".new-{file.name}")
-    figure.savefig(temporary, format="png")
-    temporary.replace(file)
+    with replacing(file) as stream:
+        figure.savefig(stream, format="png")

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from metanudge.training.stiffness import describe_stiffness
+from metanudge.training.trust import printable
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -194,4 +196,4 @@ def _given(values: dict[str, Any], key: str) -> bool:
 
 
 def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
+    return escape(printable(text))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +32,9 @@ from metanudge.training import specs
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import Device, TrainConfig, flag
 from metanudge.training.errors import UserError
+from metanudge.training.files import read_text
 from metanudge.training.specs import Shapes, convert, known, normal, split_options
+from metanudge.training.trust import check_trust
 
 CONFIG, METRICS, TIMING, SUMMARY, CURVE, CHECKPOINTS = (
     "config.json", "metrics.jsonl", "timing.jsonl", "summary.json", "curve.png", "checkpoints",
@@ -93,18 +95,19 @@ class Run:
         return precision(self.config, next(self.learner.parameters()).device)
 
 
-def load(run: str | os.PathLike[str], *, checkpoint: str = "best", device: Device | None = None) -> Run:
+def load(run: str | os.PathLike[str], *, checkpoint: str = "best", device: Device | None = None, trust: bool = False) -> Run:
     """A run from its folder, with the weights of a checkpoint: `"best"` (the last where there is none), `"last"`, or a name.
 
     Args:
         run: the folder that `metanudge train` wrote.
         checkpoint: which weights.
         device: "cpu", "cuda" or "auto"; the run's own when None.
+        trust: import the code that the run's configuration names, where its model is not one of ours (module:attribute).
 
     Raises `UserError` where there is no such run, and `CheckpointError` where a checkpoint is damaged.
     """
     folder = Path(run)
-    config = read_config(folder)
+    config = read_config(folder, trust=trust, but=("wandb",))  # nothing is sent where nothing is trained
     if device is not None:
         config = dataclasses.replace(config, device=device)
     store = CheckpointStore(folder / CHECKPOINTS)
@@ -120,32 +123,17 @@ def load(run: str | os.PathLike[str], *, checkpoint: str = "best", device: Devic
     return Run(folder, config, learner, state, shapes)
 
 
-def read_config(folder: Path) -> TrainConfig:
-    """The configuration of a run folder."""
+def read_config(folder: Path, *, trust: bool = False, but: Collection[str] = ()) -> TrainConfig:
+    """The configuration of a run folder; without `trust`, settings that import code or send data away are refused (see `check_trust`)."""
     file = folder / CONFIG
     if not folder.is_dir():
         raise UserError(f"There is no run {folder}. Give the folder that metanudge train wrote.")
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise UserError(f"{folder} is not a run: it has no {CONFIG}. Give the folder that metanudge train wrote.")
-    return TrainConfig.from_json(read_text(file), where=str(file))
-
-
-def read_text(file: Path) -> str:
-    """A text file; `UserError` where it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read ({error}).") from error
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a text file that is there complete or not at all."""
-    temporary = file.with_name(f".new-{file.name}")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(file)
+    config = TrainConfig.from_json(read_text(file), where=str(file))
+    if not trust:
+        check_trust(config, file, but=but)
+    return config
 
 
 def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:

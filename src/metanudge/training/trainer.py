@@ -41,6 +41,7 @@ def _train(config: TrainConfig, resume: Path | None, group: Group, stop: StopReq
     source = group.one_after_the_other(lambda: build_source(config, device=device))
     check_splits(config, source)
     config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
+    config.check()  # once more: it has absolute paths now
     if plan.saved is not None:
         check_unchanged(plan, config)
     learner = build_learner(config, source)

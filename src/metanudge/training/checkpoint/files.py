@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from metanudge.training.checkpoint.errors import CheckpointError, damaged
+from metanudge.training.files import NEW, is_real_folder, read_bytes
 
 
 class Disk:
@@ -36,7 +37,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
     """Write a new file through to the disk; returns what the manifest says about it."""
     digest, size = hashlib.sha256(), 0
     try:
-        descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        descriptor = disk.open(path, NEW, 0o666)
         try:
             for chunk in chunks:
                 digest.update(chunk)
@@ -95,10 +96,18 @@ def remove(path: Path) -> None:
         disk.unlink(path)
 
 
+def exists(folder: Path) -> bool:
+    """Whether there is such a folder; a link to one is refused."""
+    try:
+        return is_real_folder(folder)
+    except OSError as error:
+        raise CheckpointError(folder, f"cannot be used ({error.strerror})", "Put the folder itself there.") from error
+
+
 def children(folder: Path) -> list[Path]:
     """What a folder holds; nothing if there is no such folder."""
     try:
-        return list(folder.iterdir()) if folder.is_dir() else []
+        return list(folder.iterdir()) if exists(folder) else []
     except OSError as error:
         raise CheckpointError(folder, f"cannot be listed ({error.strerror})", "Change its permissions.") from error
 
@@ -106,7 +115,7 @@ def children(folder: Path) -> list[Path]:
 def read_file(path: Path) -> bytes:
     """The bytes of a file that a checkpoint must have."""
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except FileNotFoundError as error:
         raise damaged(path, "is missing") from error
     except OSError as error:

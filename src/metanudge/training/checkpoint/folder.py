@@ -23,6 +23,7 @@ from metanudge.training.checkpoint.files import create_folder, ensure_folder, os
 from metanudge.training.checkpoint.manifest import MANIFEST, VERSION, check_names, read_manifest, read_verified, seal
 from metanudge.training.checkpoint.tensor_file import check_tensor, decode_tensors, encode_tensors
 from metanudge.training.checkpoint.values import check_text, pack, unpack
+from metanudge.training.files import temporary_name
 
 STATE = "state.json"
 
@@ -73,12 +74,11 @@ def save(
         groups["state"] = packed
     contents: dict[str, Iterable[bytes | memoryview]] = {f"{group}.safetensors": encode_tensors(groups[group]) for group in groups}
     contents[STATE] = [json.dumps(document, allow_nan=False).encode()]
-    new = folder.with_name(f".new-{folder.name}")
+    new = temporary_name(folder)
     with os_errors_explained(folder):
         if folder.exists():
             raise FileExistsError(errno.EEXIST, "the folder exists already", str(folder))
         ensure_folder(folder.parent)
-        remove(new)
         try:
             create_folder(new)
             files = {name: write_file(new / name, chunks) for name, chunks in contents.items()}
@@ -106,7 +106,7 @@ def load(folder: str | os.PathLike[str]) -> Checkpoint:
                 document = json.loads(data)
             else:
                 groups[name.removesuffix(".safetensors")] = decode_tensors(data)
-        except (ValueError, KeyError, safetensors.SafetensorError) as error:
+        except (ValueError, KeyError, RecursionError, safetensors.SafetensorError) as error:
             raise damaged(folder / name, f"cannot be parsed ({error})") from error
     packed = groups.pop("state", {})
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from metanudge.training.checkpoint.errors import CheckpointError, damaged
-from metanudge.training.checkpoint.files import children, read_file
+from metanudge.training.checkpoint.files import children, exists, read_file
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -25,7 +25,7 @@ def seal(document: dict[str, Any]) -> bytes:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint without its seal, which is verified, as is the format version."""
     path = folder / MANIFEST
-    if not folder.is_dir():
+    if not exists(folder):
         raise CheckpointError(folder, "does not exist", "Check the path.")
     data = read_file(path)
     try:

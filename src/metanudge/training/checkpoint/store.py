@@ -22,6 +22,7 @@ from torch import Tensor
 from metanudge.training.checkpoint.errors import CheckpointError, damaged
 from metanudge.training.checkpoint.files import children, remove, rename, sync_folder
 from metanudge.training.checkpoint.folder import Checkpoint, load, save
+from metanudge.training.files import temporary_name
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Entry:
 
 # Counting the saves keeps the names unique when a run goes back to an earlier step and comes by the same one again.
 _NAME = re.compile(r"save-(?P<number>\d+)-step-(?P<step>\d+)(?P<best>-best)?")
-_LEFTOVER = re.compile(rf"\.(new|old)-{_NAME.pattern}")
+_LEFTOVER = re.compile(rf"\.(new|old)-{_NAME.pattern}(-[0-9a-f]+)?")  # version 0.1 had no random end
 
 
 class CheckpointStore:
@@ -150,7 +151,7 @@ class CheckpointStore:
         try:
             for entry in unwanted:
                 # Renamed first, and for good: a folder that is being emptied must not look like a checkpoint.
-                rename(entry.folder, self.root / f".old-{entry.name}")
+                rename(entry.folder, temporary_name(entry.folder, "old"))
             if unwanted:
                 sync_folder(self.root)
         except OSError as error:

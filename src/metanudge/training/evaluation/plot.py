@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from metanudge.training.evaluation.report import EvaluationReport
+from metanudge.training.files import replacing
 
 
 def plot_steps(report: EvaluationReport, path: Path | str, *, title: str = "") -> None:
@@ -29,4 +30,5 @@ def plot_steps(report: EvaluationReport, path: Path | str, *, title: str = "") -
     axes.set_title(title or f"{report.tasks} {report.split or ''} tasks")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    with replacing(Path(path)) as stream:
+        figure.savefig(stream, format=Path(path).suffix[1:].lower() or "png", dpi=150)

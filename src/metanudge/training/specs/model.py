@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import math
 import os
 import sys
@@ -16,6 +18,7 @@ from metanudge.training.config import near
 from metanudge.training.errors import UserError
 from metanudge.training.specs.language import Spec, known, normal, split, split_options
 from metanudge.training.specs.targets import convert, make, parameters
+from metanudge.training.trust import own_code
 
 
 class Shapes(Protocol):
@@ -62,16 +65,18 @@ def build_model(text: str, shapes: Shapes) -> nn.Module:
 
 def _model_factory(text: str) -> tuple[str, dict[str, str], Any]:
     """Name, raw options and factory of a model: one of ours, or `module:attribute`."""
-    parts = text.split(":")
-    if len(parts) > 1 and "=" not in parts[1] and parts[1]:
-        name, options = ":".join(parts[:2]), ":".join(parts[2:])
-        return name, split_options(options, f"--model {name}"), _import(parts[0], parts[1])
+    if own := own_code(text):
+        module, attribute, options = own
+        name = f"{module}:{attribute}"
+        return name, split_options(options, f"--model {name}"), _import(module, attribute)
     name, raw = split("--model", text)
     name = known(name, ("auto", *models.MODELS), "--model", "model")
     return name, raw, models.MODELS.get(name)
 
 
 def _import(module: str, attribute: str) -> Any:
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise UserError(f"--model {module}:{attribute}: {module} is a module of Python itself and makes no nn.Module. Name one of yours.")
     here = os.getcwd()
     if here not in sys.path:  # the installed command does not look in the current folder, `python -m` does
         sys.path.insert(0, here)
@@ -87,9 +92,23 @@ def _import(module: str, attribute: str) -> Any:
     except AttributeError as error:
         names = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
         raise UserError(f"--model {module}:{attribute}: {error}.{near(attribute, names)}") from error
-    if not callable(found):
-        raise UserError(f"--model {module}:{attribute} is a {type(found).__name__}. Name a class or function that makes an nn.Module.")
+    if not _makes_modules(found):
+        what = f"the class {found.__qualname__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise UserError(f"--model {module}:{attribute} is {what}. Name a subclass of nn.Module, or a function of yours that makes one.")
     return found
+
+
+def _makes_modules(found: Any) -> bool:
+    """Whether this may be called for a network, as far as can be told without calling it."""
+    if isinstance(found, nn.Module):
+        return True
+    if isinstance(found, type):
+        return issubclass(found, nn.Module)
+    if isinstance(found, functools.partial):
+        return _makes_modules(found.func)
+    function = inspect.unwrap(found)
+    home = str(getattr(function, "__module__", "")).partition(".")[0]
+    return (inspect.isfunction(function) or inspect.ismethod(function)) and home not in sys.stdlib_module_names
 
 
 def _suitable(shapes: Shapes) -> str:

@@ -19,16 +19,19 @@ from metanudge.training.use.examples import explained, read_support
 from metanudge.training.use.preprocessing import Preprocessing
 
 
-def adapt(run: Run | str | os.PathLike[str], support: str | os.PathLike[str], *, steps: int | None = None) -> Classifier:
+def adapt(
+    run: Run | str | os.PathLike[str], support: str | os.PathLike[str], *, steps: int | None = None, trust: bool = False
+) -> Classifier:
     """Adapt a run's learner to new classes.
 
     Args:
         run: a run, or its folder.
         support: a folder with one sub-folder per class that holds a few examples, or a table (.csv) with a label column.
         steps: adaptation steps, if not as many as in training.
+        trust: import the code that the run's configuration names, where its model is not one of ours.
     """
     if not isinstance(run, Run):
-        run = runs.load(run)
+        run = runs.load(run, trust=trust)
     if run.shapes.kind != "classification":
         raise UserError(f"{run.folder} was trained on {run.config.data}, a regression: it has no classes. Use a run on classified data.")
     how = Preprocessing.of(run)
