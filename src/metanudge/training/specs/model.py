@@ -94,7 +94,7 @@ def _import(module: str, attribute: str) -> Any:
 
 def _suitable(shapes: Shapes) -> str:
     shape = shapes.input_shape
-    if len(shape) == 3 and shape[1] == shape[2] >= 16:
+    if len(shape) == 3 and min(shape[1:]) >= 16:
         return "conv4"
     if shape == (40,) and shapes.kind == "classification":
         return "conv1d"
@@ -112,7 +112,7 @@ def _sizes(factory: Callable[..., Any], shapes: Shapes) -> dict[str, Any]:
         "input_shape": shape,
         "in_features": math.prod(shape),
         "in_channels": shape[0],
-        "image_size": shape[-1],
+        "image_size": shape[-2:] if len(shape) == 3 and shape[1] != shape[2] else shape[-1],
         "length": shape[-1],
     }
     accepted = parameters(factory)
