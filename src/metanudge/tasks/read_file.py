@@ -25,11 +25,15 @@ def is_example(file: Path) -> bool:
     """Whether a file is meant as an example: its name says so, or it holds a picture. What is not may be passed over."""
     if file.suffix.lower() in (*ARRAYS, *_PICTURES):
         return True
+    from PIL import UnidentifiedImageError
+
     try:
         with opened(file):
             return True
-    except Exception:  # "not a picture" has many types in Pillow
+    except UnidentifiedImageError:
         return False
+    except Exception:  # a picture that cannot be read; reading it says why
+        return True
 
 
 def read_file(file: Path, *, size: tuple[int, int] | None, grey: bool) -> Tensor:

@@ -74,7 +74,7 @@ def examples_among(files: Sequence[Path], root: Path) -> list[Path]:
     kept = [file for file in files if is_example(file)]
     if len(kept) < len(files):
         others = [file.relative_to(root).as_posix() for file in sorted(set(files) - set(kept))]
-        warnings.warn(f"{shown(root)}: passed over {some(others, 3)}, which are no examples. Examples are {KINDS}.", stacklevel=2)
+        warnings.warn(f"{shown(root)}: passed over what is no example: {some(others, 3)}. Examples are {KINDS}.", stacklevel=2)
     return kept
 
 

@@ -80,15 +80,16 @@ class Preprocessing:
         return raw.to(dtype) if raw.is_floating_point() or raw.dtype == torch.bool else raw.long()
 
     def check(self, raw: Tensor, where: object) -> None:
-        """Refuse examples of another shape than the model's, and numbers that are not finite."""
+        """Refuse examples of another shape than the model's, and numbers that are not finite as inputs."""
         if tuple(raw.shape[1:]) != self.input_shape:
             kind = f"{self.input_shape[0]} numbers" if len(self.input_shape) == 1 else f"shape {self.input_shape}"
             raise UserError(
                 f"{where} has shape {tuple(raw.shape[1:])}, but the run was trained on examples of {kind}. "
                 "Give data of the same kind, or use a run that was trained on this kind."
             )
-        if raw.is_floating_point() and not bool(torch.isfinite(raw).all()):
-            raise UserError(f"{where} holds NaN or infinity. Correct it or leave it out.")
+        inputs = self.tensor(raw)
+        if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
+            raise UserError(f"{where} holds NaN, infinity or numbers too large for {self.dtype}. Correct it or leave it out.")
 
 
 def _table_options(run: Run) -> dict[str, Any]:
