@@ -44,9 +44,10 @@ def read_folder(path: str | os.PathLike[str], *, image_size: ImageSize = "auto",
     files = _example_files(root)
     pictures = [file for file in files if file.suffix.lower() not in ARRAYS]
     sizes, all_grey = _look(pictures) if image_size == "auto" or grey is None else (set(), True)
-    size, note = (
-        _common_size(sizes) if image_size == "auto" else ((image_size, image_size) if isinstance(image_size, int) else image_size, "")
-    )
+    if image_size == "auto":
+        size, note = _common_size(sizes)
+    else:
+        size, note = (image_size, image_size) if isinstance(image_size, int) else image_size, ""
     grey = all_grey if grey is None else grey
     digest = hashlib.sha256()
     examples: list[Tensor] = []
