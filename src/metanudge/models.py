@@ -72,7 +72,7 @@ class Conv4(nn.Sequential):
     Args:
         ways: number of outputs.
         channels: filters of every convolution.
-        image_size: side of the square images, at least 16.
+        image_size: side of square images, or (height, width); at least 16.
         in_channels: 1 for grey images, 3 for colour.
 
     Example:
@@ -80,8 +80,9 @@ class Conv4(nn.Sequential):
         torch.Size([2, 5])
     """
 
-    def __init__(self, ways: int = 5, *, channels: int = 64, image_size: int = 28, in_channels: int = 1) -> None:
-        if image_size < 16:
+    def __init__(self, ways: int = 5, *, channels: int = 64, image_size: int | tuple[int, int] = 28, in_channels: int = 1) -> None:
+        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        if min(height, width) < 16:
             raise ValueError(f"image_size={image_size} is too small for four poolings by 2. Use 16 or more.")
         layers: list[nn.Module] = []
         for i in range(4):
@@ -91,7 +92,7 @@ class Conv4(nn.Sequential):
                 nn.ReLU(),
                 nn.MaxPool2d(2),
             ]
-        super().__init__(_parts(nn.Sequential(*layers, nn.Flatten()), nn.Linear(channels * (image_size // 16) ** 2, ways)))
+        super().__init__(_parts(nn.Sequential(*layers, nn.Flatten()), nn.Linear(channels * (height // 16) * (width // 16), ways)))
 
 
 class MLP(nn.Sequential):

@@ -332,14 +332,15 @@ def test_adapt_flags(refuse: Refuse, made: Path, flags: list[str], parts: list[s
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
-        (lambda few: (few / "b" / "notes.txt").write_text("hello"), ["b/notes.txt", "cannot be read"]),
+        (lambda few: [file.rename(file.with_suffix(".txt")).write_text("x") for file in (few / "b").iterdir()], ["few/b", "no examples"]),
         (lambda few: (few / "b" / "0.png").write_bytes(b"\x89PNG broken"), ["b/0.png", "cannot be read"]),
         (lambda few: [file.unlink() for file in (few / "b").iterdir()], ["few/b", "is empty"]),
         (lambda few: shutil.rmtree(few / "b"), ["1 classes (a)", "2 ways"]),
         (lambda few: (few / "b" / "deeper").mkdir(), ["b/deeper", "folder inside a class folder"]),
     ],
-    ids=["text file", "broken image", "empty class", "class missing", "nested"],
+    ids=["text files", "broken image", "empty class", "class missing", "nested"],
 )
+@pytest.mark.filterwarnings("default")  # as for users, to whom a warning is a note
 def test_adapt_with_a_bad_support_folder(
     refuse: Refuse, here: Path, made: Path, spoil: Callable[[Path], object], parts: list[str]
 ) -> None:

@@ -86,7 +86,7 @@ def test_verify_the_real_omniglot(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_verify_your_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "verify", str(write_images(tmp_path / "photos", ["a", "b"], 3))]) == 0
-    assert "6 examples of shape (1, 28, 28), 2 classes" in capsys.readouterr().out
+    assert "6 examples of shape (1, 20, 20), 2 classes" in capsys.readouterr().out
     assert main(["data", "verify", str(vector_table(tmp_path / "table.csv", classes=4))]) == 0
     assert "48 examples of shape (6,), 4 classes" in capsys.readouterr().out
     (tmp_path / "photos" / "b" / "x.png").write_text("no image")

@@ -104,6 +104,7 @@ def bad_data(here: Path) -> None:
     (here / "broken" / "a").mkdir(parents=True)
     (here / "broken" / "a" / "x.png").write_text("no image")
     (here / "few.csv").write_text("x,label\n" + "".join(f"{i},{i % 3}\n" for i in range(30)))
+    (here / "wide.csv").write_text("x,label\n" + "".join(f"{i},{i % 20}\n" for i in range(60)))
     (here / "bad.json").write_text('{"iteratons": 3}')
     (here / "not.json").write_text("{")
     (here / "full").mkdir()
@@ -119,7 +120,8 @@ CASES = {
     "unreadable image": (["train", "broken"], ["x.png"]),
     "csv without the column": (["train", "few.csv", "--data-options", "label=kind"], ["kind", "label"]),
     "too few classes": (["train", "few.csv", "--ways", "5"], ["ways=5"]),
-    "too few examples": (["train", "few.csv", "--ways", "1", "--shots", "10", "--queries", "10"], ["shots=10", "queries=10"]),
+    "one class": (["train", "few.csv", "--ways", "1"], ["ways=1", "2 or more"]),
+    "too few examples": (["train", "wide.csv", "--ways", "2", "--shots", "10", "--queries", "10"], ["shots=10", "queries=10"]),
     "unknown data option": (["train", "mnist1d", "--data-options", "num_sample=100"], ["num_sample", "num_samples"]),
     "data option with a flag of its own": (["train", "mnist1d", "--data-options", "ways=2"], ["--ways 2"]),
     "ways for regression": (["train", "sinusoid", "--ways", "3"], ["--ways", "regression"]),

@@ -175,7 +175,7 @@ def test_numbers_that_are_not_finite_are_found(bad):
 def test_wrong_splits_are_refused(splits, message):
     y = np.array(["cat", "dog", "owl"])[labels(3, 5)]
     with pytest.raises(ValueError, match=message):
-        Labelled(np.zeros((15, 2)), y, ways=1, queries=2, splits=splits)
+        Labelled(np.zeros((15, 2)), y, ways=2, queries=2, splits=splits)
 
 
 # --- data sets ----------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_missing_and_empty_folders(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("notes.txt", b"not an image"),
+        ("notes.png", b"not an image"),
         ("cut.png", None),
         ("bad.npy", b"\x93NUMPY\x01\x00"),
         ("pickle.npy", b"\x80\x04N."),
@@ -365,7 +365,7 @@ def csv_file(tmp_path: Path, text: str) -> Path:
 def test_a_csv_file(tmp_path):
     rows = "".join(f'{i},"class {c}",{-i}.5\r\n' for i, c in enumerate(labels(3, 4)))
     path = csv_file(tmp_path, "\ufeffa,label,b\r\n" + rows + "\r\n")
-    source = Labelled.from_csv(path, **SMALL)
+    source = Labelled.from_csv(path, standardise=False, **SMALL)
     assert source.classes("train") == ("class 0", "class 1", "class 2")
     x, _ = source.task(0).support
     assert x.shape == (2, 2)

@@ -286,6 +286,24 @@ def test_symbolic_links_and_giant_entries_are_refused(tmp_path, monkeypatch):
         read_part(write_zip(tmp_path / "giant.zip", entries("images_background")), 3)
 
 
+def test_archives_are_limited_by_what_they_unpack_to(tmp_path, monkeypatch):
+    files = entries("images_background")
+    path = write_zip(tmp_path / "a.zip", files)
+    name = next(iter(files))
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w", zipfile.ZIP_BZIP2) as archive:
+        for entry, content in files.items():
+            archive.writestr(entry, content)
+    with pytest.raises(ValueError, match=rf"packed.zip: {name} cannot be read .*other than deflate"):
+        read_part(tmp_path / "packed.zip", 3)
+    monkeypatch.setattr(omniglot_archive, "_MAX_TOTAL", 1000)
+    with pytest.raises(ValueError, match=r"a.zip was refused: it unpacks to more than 1,000 bytes"):
+        read_part(path, 3)
+    monkeypatch.setattr(omniglot_archive, "_MAX_BYTES", 100)
+    write_folder(tmp_path, files)
+    with pytest.raises(ValueError, match=r"0001_01.png is more than 100 bytes long"):
+        read_part(tmp_path / "images_background", 3)
+
+
 @pytest.mark.parametrize("as_zip", [True, False])
 @pytest.mark.parametrize("content", [b"not an image", png(0)[:60], png(0, (64, 64)), b""], ids=len)
 def test_an_unreadable_image_is_named(tmp_path, as_zip, content):

@@ -16,6 +16,7 @@ import time
 
 from metanudge.cli import errors
 from metanudge.cli.errors import guarded
+from metanudge.cli.warnings import plain_warnings
 from metanudge.training.errors import EXIT_BAD_INPUT
 from metanudge.version import __version__
 
@@ -70,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     _wait_politely_on_a_busy_machine()
     _keep_freed_memory()
-    return guarded(lambda: importlib.import_module(f"metanudge.cli.{name}").run(rest))
+    with plain_warnings():
+        return guarded(lambda: importlib.import_module(f"metanudge.cli.{name}").run(rest))
 
 
 def _keep_freed_memory() -> None:

@@ -111,22 +111,25 @@ def _counted(predictions: Iterator[Prediction], progress: Progress | None) -> It
 
 
 def _adapted(classifier: Classifier, support: Path) -> str:
+    from metanudge.tasks.names import some
+
     each = sorted(set(classifier.counts))
     count = f"{each[0]}" if len(each) == 1 else f"{each[0]} to {each[-1]}"
-    names = ", ".join(classifier.classes[:8]) + (", …" if len(classifier.classes) > 8 else "")
-    text = f"adapted to {len(classifier.classes)} classes with {count} examples each from {support}: {names}"
+    text = f"adapted to {len(classifier.classes)} classes with {count} examples each from {support}: {some(classifier.classes, 8)}"
     if classifier.looks_inverted:
         text += "\nnote: these pictures are mostly dark; Omniglot learners expect dark ink on light paper. Invert them if they are not."
     return text
 
 
 def _summary(written: list[Prediction], classifier: Classifier, out: Path) -> str:
+    from metanudge.tasks.names import shown
+
     found = Counter(p.label for p in written)
-    width = max(len(name) for name in classifier.classes)
+    width = max(len(shown(name)) for name in classifier.classes)
     lines = [f"{len(written)} examples labelled → {out}"]
     for name in classifier.classes:
         sure = [p.probability for p in written if p.label == name]
-        lines.append(f"  {name:{width}}  {found[name]:5d}" + (f"   mean probability {sum(sure) / len(sure):.2f}" if sure else ""))
+        lines.append(f"  {shown(name):{width}}  {found[name]:5d}" + (f"   mean probability {sum(sure) / len(sure):.2f}" if sure else ""))
     known = [p for p in written if p.truth is not None]
     if known:
         right = sum(p.label == p.truth for p in known)

@@ -247,7 +247,6 @@ def _verify_own(path: Path, label: str) -> str:
     """What a user's own folder or table holds."""
     from collections import Counter
 
-    from metanudge.tasks import Labelled
     from metanudge.tasks.read_csv import read_csv
     from metanudge.tasks.read_folder import read_folder
     from metanudge.training.errors import UserError
@@ -256,16 +255,17 @@ def _verify_own(path: Path, label: str) -> str:
         raise UserError(f"There is no file or folder {path}. Give a folder with one sub-folder per class, or a .csv file.")
     try:
         if path.is_dir():
-            examples, labels = read_folder(path, image_size=28, grey=True)
+            folder = read_folder(path)
+            shape, labels = tuple(folder.examples.shape[1:]), folder.labels
         else:
-            values, labels = read_csv(path, label=label, features=None, delimiter=",")
-            examples = Labelled(values, labels, ways=1, queries=1, splits=(1.0, 0.0, 0.0), drop_small=True)._examples
+            table = read_csv(path, label=label)
+            shape, labels = table.values.shape[1:], table.labels
     except (ValueError, TypeError, OSError) as error:
         raise UserError(str(error)) from error
     counts = Counter(labels)
     smallest, largest = min(counts, key=lambda name: counts[name]), max(counts, key=lambda name: counts[name])
     return (
-        f"OK     {path}: {len(labels)} examples of shape {tuple(examples.shape[1:])}, {len(counts)} classes\n"
+        f"OK     {path}: {len(labels)} examples of shape {shape}, {len(counts)} classes\n"
         f"       fewest: {smallest!r} with {counts[smallest]}, most: {largest!r} with {counts[largest]}; "
         f"a class needs shots + queries of them (see metanudge train --help)"
     )

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from metanudge.tasks.unpack import read_arrays
+
 
 def cache_folder() -> Path:
     """The folder for data files: $METANUDGE_CACHE, else $XDG_CACHE_HOME/metanudge, else ~/.cache/metanudge.
@@ -50,17 +52,18 @@ def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
             os.unlink(temporary)
 
 
-def load_arrays(path: Path, expected: Mapping[str, tuple[int | None, ...]]) -> dict[str, NDArray[Any]] | None:
-    """The arrays of a cached .npz file, or None when it is missing, damaged or of another layout.
+def load_arrays(path: Path, expected: Mapping[str, tuple[int | None, ...]], *, limit: int = 1 << 32) -> dict[str, NDArray[Any]] | None:
+    """The arrays of a cached .npz file, or None when it is missing, damaged, of another layout or too large.
 
     Args:
         path: the file.
         expected: name → shape of each array that must be there; None stands for any length.
+        limit: bytes that the file may unpack to.
     """
     try:
-        # Opened here because np.load leaves a damaged file open.
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in expected}
+        with path.open("rb") as file:
+            read = read_arrays(file, limit=limit)
+        arrays = {name: read[name] for name in expected}
     except Exception:  # a damaged file fails in a dozen ways, and the answer to each is to make it anew
         return None
     return arrays if all(_fits(arrays[name].shape, shape) for name, shape in expected.items()) else None

@@ -59,6 +59,11 @@ class Pool:
         kept = np.arange(len(names)) if keep is None else np.asarray(keep, dtype=np.int64)
         return cls(tuple(names[i] for i in kept), sorted_rows.astype(np.int64), starts[kept], counts[kept])
 
+    def members(self) -> NDArray[np.int64]:
+        """The row numbers of all its classes, in order."""
+        parts = [self.rows[start : start + count] for start, count in zip(self.starts, self.counts, strict=True)]
+        return np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
+
     def without_small(self, size: int) -> Pool:
         """The pool without the classes that have fewer than `size` examples."""
         kept = np.flatnonzero(self.counts >= size)
@@ -93,6 +98,8 @@ class ClassEpisodes(Episodes):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(ways=ways, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype)
+        if self.ways == 1:
+            raise ValueError("ways=1 makes tasks of one class, in which there is nothing to tell apart. Use 2 or more ways.")
         self._examples = examples.to(self.device, dtype if examples.is_floating_point() else None)
         self._pools = dict(pools)
         self._problems = {split: self._problem(split) for split in SPLITS}

@@ -52,6 +52,8 @@ class Episodes(ABC):
     """
 
     kind: ClassVar[Literal["classification", "regression"]]
+    note: str = ""
+    """What a reader decided about the inputs and its user may want otherwise."""
 
     def __init__(
         self,
@@ -88,6 +90,10 @@ class Episodes(ABC):
     @abstractmethod
     def classes(self, split: Split) -> tuple[str, ...]:
         """Names of the classes that the tasks of a split are drawn from (none for regression)."""
+
+    def fingerprint(self) -> str | None:
+        """Hex sha256 of the files that the tasks are drawn from; None where they are generated or have a checksum of their own."""
+        return None
 
     @abstractmethod
     def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +15,50 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from PIL import Image
+
+# What people keep pictures in. Pillow knows forty more formats, and each is another parser that a stranger's file would meet.
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+
+_GREY, _WITH_ALPHA, _MAY_BE_CLEAR = ("1", "L", "LA"), ("LA", "PA", "RGBA", "RGBa"), ("1", "L", "P", "RGB")
+_ORIENTATION = 0x0112  # the EXIF tag; from 5 on the picture lies on its side
+
+
+@contextmanager
+def opened(source: Path | io.BytesIO) -> Iterator[Image.Image]:
+    """A picture of one of `FORMATS`; its pixels are not read yet. One that would unpack to more than 89 million is refused."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # odd metadata, of which nothing is used
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(source, formats=FORMATS) as image:
+            yield image
+
+
+def is_picture(shape: tuple[int, ...]) -> bool:
+    """Whether inputs of this shape are pictures, grey or RGB."""
+    return len(shape) == 3 and shape[0] in (1, 3)
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Height and width of a picture as its camera was held."""
+    width, height = image.size
+    return (width, height) if image.getexif().get(_ORIENTATION, 1) >= 5 else (height, width)
+
+
+def is_grey(image: Image.Image) -> bool:
+    """Whether a picture is stored without colours."""
+    return image.mode in _GREY
+
+
+def as_seen(image: Image.Image) -> Image.Image:
+    """A picture as viewers show it: turned as its EXIF data say, on white where it is transparent, the first one of an animation."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode in _WITH_ALPHA or (image.mode in _MAY_BE_CLEAR and "transparency" in image.info):
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image
 
 
 def image_tensor(image: Image.Image, *, grey: bool | None = None, size: tuple[int, int] | None = None) -> Tensor:
@@ -28,7 +77,7 @@ def image_tensor(image: Image.Image, *, grey: bool | None = None, size: tuple[in
     if image.mode.startswith(("I", "F")):
         # Pillow clips these to 0…255 without a word, which leaves an almost white picture.
         raise ValueError(f"its mode {image.mode!r} has more than 8 bits per channel; convert it to 8 bits first")
-    one_channel = image.mode in ("1", "L") if grey is None else grey
+    one_channel = is_grey(image) if grey is None else grey
     converted = image.convert("L" if one_channel else "RGB")  # before resizing: 1-bit images ignore the filter
     if size is not None:
         from PIL import Image

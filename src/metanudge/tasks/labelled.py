@@ -16,7 +16,8 @@ from metanudge.tasks.classification import ClassEpisodes, Pool
 from metanudge.tasks.episodes import Split
 from metanudge.tasks.read_csv import read_csv
 from metanudge.tasks.read_dataset import read_dataset
-from metanudge.tasks.read_folder import read_folder
+from metanudge.tasks.read_folder import ImageSize, read_folder
+from metanudge.tasks.standardise import Standardisation
 
 
 class LabelledOptions(TypedDict, total=False):
@@ -29,6 +30,7 @@ class LabelledOptions(TypedDict, total=False):
     splits: Sequence[float] | Mapping[Split, Sequence[object]]
     split_seed: int
     drop_small: bool
+    standardise: bool | Standardisation
     device: torch.device | str
     dtype: torch.dtype
 
@@ -50,6 +52,8 @@ class Labelled(ClassEpisodes):
             classes.
         drop_small: leave out the classes with fewer than shots + queries examples, instead of refusing them. This
             happens after the division, so the splits do not depend on shots and queries.
+        standardise: take each column's mean over the training classes from it and divide it by their standard deviation
+            (`source.standardisation`); one found before may be given. For floating inputs.
         device, dtype: of the tensors.
 
     Example:
@@ -73,6 +77,7 @@ class Labelled(ClassEpisodes):
         splits: Sequence[float] | Mapping[Split, Sequence[object]] = (0.64, 0.16, 0.2),
         split_seed: int = 0,
         drop_small: bool = False,
+        standardise: bool | Standardisation = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -82,9 +87,19 @@ class Labelled(ClassEpisodes):
             raise ValueError(f"x has {len(examples)} examples and y has {len(labels)} labels. Each example needs exactly one label.")
         parts = split_classes(names, splits, seed=split_seed)
         pools = {split: Pool.of(labels, names=names, keep=places) for split, places in parts.items()}
+        self.standardisation = _standardisation(standardise, examples, pools["train"])
+        if self.standardisation is not None:
+            examples = self.standardisation.apply(examples)
+        self.columns: tuple[str, ...] | None = None
+        self._fingerprint: str | None = None
         if drop_small:
             pools = {split: pool.without_small(shots + queries) for split, pool in pools.items()}
         super().__init__(examples, pools, ways=ways, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype)
+        _check_range(self._examples, examples)
+
+    def fingerprint(self) -> str | None:
+        """Hex sha256 of the files it was read from; None for arrays and data sets."""
+        return self._fingerprint
 
     @classmethod
     def from_dataset(
@@ -116,22 +131,27 @@ class Labelled(ClassEpisodes):
         cls,
         path: str | os.PathLike[str],
         *,
-        image_size: int | tuple[int, int] | None = 28,
-        grey: bool = True,
+        image_size: ImageSize = "auto",
+        grey: bool | None = None,
         **options: Unpack[LabelledOptions],
     ) -> Self:
         """From a folder with one sub-folder per class; the names of the sub-folders are the classes.
 
         Args:
             path: the folder. Files beside the sub-folders, and hidden files, are not looked at.
-            image_size: side, or (height, width), that images are resized to; None keeps them.
-            grey: one channel instead of three.
+            image_size: side, or (height, width), that images are resized to; None keeps them. "auto" takes the images' own
+                size where they agree and squares where they do not, the longest side at most 84 pixels.
+            grey: one channel instead of three; None where all images are grey.
             options: see `Labelled`.
 
-        A class folder holds images (any format Pillow reads) or arrays: .npy, .npz with one array, .csv with one
-        vector. The order of the examples follows the sorted names, not the file system.
+        A class folder holds images (PNG, JPEG, BMP, GIF, WebP, TIFF or PPM) or arrays: .npy, .npz with one array, .csv with one
+        vector. Other files are passed over with a warning. Images are turned as their EXIF data say, what is transparent
+        becomes white, and an animation is its first picture. The order of the examples follows the sorted names, not the file system.
         """
-        return cls(*read_folder(path, image_size=image_size, grey=grey), **options)
+        read = read_folder(path, image_size=image_size, grey=grey)
+        source = cls(read.examples, read.labels, **options)
+        source.note, source._fingerprint = read.note, read.fingerprint
+        return source
 
     @classmethod
     def from_csv(
@@ -140,7 +160,7 @@ class Labelled(ClassEpisodes):
         *,
         label: str = "label",
         features: Sequence[str] | None = None,
-        delimiter: str = ",",
+        delimiter: str | None = None,
         **options: Unpack[LabelledOptions],
     ) -> Self:
         """From a CSV file with a header: one row per example, numbers in every column but the label's.
@@ -149,10 +169,35 @@ class Labelled(ClassEpisodes):
             path: the file, in UTF-8.
             label: the column that holds the class.
             features: the columns to use as inputs; None takes all but the label.
-            delimiter: what separates the cells.
-            options: see `Labelled`.
+            delimiter: what separates the cells; None takes the comma, semicolon, tab or bar that the first line is made with.
+            options: see `Labelled`. The columns are standardised unless standardise=False.
         """
-        return cls(*read_csv(path, label=label, features=features, delimiter=delimiter), **options)
+        table = read_csv(path, label=label, features=features, delimiter=delimiter)
+        options.setdefault("standardise", True)
+        source = cls(table.values, table.labels, **options)
+        source.columns, source._fingerprint = table.columns, table.fingerprint
+        if source.standardisation is not None:
+            source.note = "standardised over the training classes; standardise=false leaves them as they are"
+        return source
+
+
+def _standardisation(wanted: bool | Standardisation, examples: Tensor, train: Pool) -> Standardisation | None:
+    if isinstance(wanted, Standardisation):
+        if len(wanted.mean) != examples[0].numel():
+            raise ValueError(f"standardise has the means of {len(wanted.mean)} columns, but x has {examples[0].numel()}. Give others.")
+        return wanted
+    if not wanted or not len(train.names):
+        return None
+    if not examples.is_floating_point():
+        raise ValueError(f"standardise=True needs floating inputs, and x is {examples.dtype}. Convert it, or leave standardise out.")
+    return Standardisation.of(examples[torch.from_numpy(train.members())].cpu().numpy())
+
+
+def _check_range(stored: Tensor, given: Tensor) -> None:
+    if stored.is_floating_point() and not bool(stored.isfinite().all()):
+        raise ValueError(
+            f"x holds numbers of up to {float(given.abs().max()):.3g}, which are infinite in {stored.dtype}. Scale them down."
+        )
 
 
 def _as_examples(x: Tensor | ArrayLike) -> Tensor:

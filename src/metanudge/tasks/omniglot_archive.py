@@ -14,11 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from metanudge.tasks.images import opened
+from metanudge.tasks.unpack import read_entry
+
 DRAWERS = 20
 SIZE = 28
 
 _ORIGINAL_SIZE = (105, 105)
-_MAX_BYTES = 1_000_000  # of one image; the real ones have a few hundred
+_MAX_BYTES, _MAX_TOTAL = 1_000_000, 200_000_000  # of one image and of all; the real ones have a few hundred each
 _ENTRY = re.compile(r"(?:.*/)?(?P<character>[^/]+/character\d+)/[^/.][^/]*\.png")
 
 
@@ -43,7 +46,14 @@ def read_part(path: Path, characters: int) -> OmniglotArrays:
                 by_character.setdefault(match["character"], []).append(entry)
         _check_complete(path, by_character, characters)
         names = sorted(by_character)
-        images = [_shrunk(read(entry), f"{path}: {entry}") for name in names for entry in by_character[name]]
+        images: list[NDArray[np.uint8]] = []
+        total = 0
+        for entry in (entry for name in names for entry in by_character[name]):
+            data = read(entry)
+            total += len(data)
+            if total > _MAX_TOTAL:
+                raise ValueError(f"{path} was refused: it unpacks to more than {_MAX_TOTAL:,} bytes. Get the original archive.")
+            images.append(_shrunk(data, f"{path}: {entry}"))
     return OmniglotArrays(np.stack(images).reshape(len(names), DRAWERS, SIZE, SIZE), tuple(names))
 
 
@@ -66,7 +76,7 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Callable[[str], bytes]]]:
     """The entries of an archive or folder with a function that reads one."""
     if path.is_dir():
         files = [file for file in path.rglob("*.png") if file.is_file()]
-        yield [file.relative_to(path).as_posix() for file in files], lambda entry: (path / entry).read_bytes()
+        yield [file.relative_to(path).as_posix() for file in files], lambda entry: _read_file(path / entry)
         return
     try:
         archive = zipfile.ZipFile(path)
@@ -78,9 +88,17 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Callable[[str], bytes]]]:
         yield [info.filename for info in archive.infolist()], lambda entry: _read_entry(archive, entry, path)
 
 
+def _read_file(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        data = stream.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"{file} is more than {_MAX_BYTES:,} bytes long, which no Omniglot image is. Get this file again.")
+    return data
+
+
 def _read_entry(archive: zipfile.ZipFile, entry: str, path: Path) -> bytes:
     try:
-        return archive.read(entry)
+        return read_entry(archive, entry, limit=_MAX_BYTES)
     except Exception as error:  # wrong checksum, broken stream, unknown method, password: each its own exception
         raise ValueError(f"{path}: {entry} cannot be read ({error}). Delete the archive and get it again.") from error
 
@@ -106,7 +124,7 @@ def _shrunk(data: bytes, where: str) -> NDArray[np.uint8]:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with opened(io.BytesIO(data)) as image:
             if image.size != _ORIGINAL_SIZE:
                 raise ValueError(f"it has {image.width}×{image.height} pixels, not 105×105")
             # Grey first: Pillow would resize a 1-bit image with nearest neighbour whatever filter is asked for.

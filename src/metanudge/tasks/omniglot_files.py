@@ -6,8 +6,10 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from metanudge.tasks.cache import cache_folder, load_arrays, save_arrays
 from metanudge.tasks.omniglot_archive import DRAWERS, SIZE, OmniglotArrays, read_part
@@ -71,10 +73,15 @@ def _find_parts(folder: Path) -> dict[str, Path] | None:
     return found if len(found) == len(CHARACTERS) else None
 
 
-def _from_processed(path: Path) -> OmniglotArrays:
+def _load(path: Path) -> dict[str, NDArray[Any]] | None:
     total = sum(CHARACTERS.values())
-    arrays = load_arrays(path, {"images": (total, DRAWERS, SIZE, SIZE), "class_names": (total,)})
+    return load_arrays(path, {"images": (total, DRAWERS, SIZE, SIZE), "class_names": (total,)}, limit=1 << 27)
+
+
+def _from_processed(path: Path) -> OmniglotArrays:
+    arrays = _load(path)
     if arrays is None or arrays["images"].dtype != np.uint8:
+        total = sum(CHARACTERS.values())
         raise ValueError(
             f"{path} is damaged or is not the processed Omniglot set: it needs `images`, uint8 of shape "
             f"({total}, {DRAWERS}, {SIZE}, {SIZE}), and `class_names`, {total} strings. "
@@ -87,8 +94,7 @@ def _from_parts(parts: Mapping[str, Path]) -> OmniglotArrays:
     # The name holds a fingerprint of the source, so another copy never meets the cached result of this one.
     digest = hashlib.sha256("".join(_fingerprint(path) for path in parts.values()).encode()).hexdigest()
     cached = cache_folder() / "omniglot" / f"omniglot_28-{digest[:16]}.npz"
-    total = sum(CHARACTERS.values())
-    arrays = load_arrays(cached, {"images": (total, DRAWERS, SIZE, SIZE), "class_names": (total,)})
+    arrays = _load(cached)
     if arrays is None:
         read = [read_part(path, CHARACTERS[part]) for part, path in parts.items()]
         images, names = np.concatenate([r.images for r in read]), [name for r in read for name in r.names]

@@ -48,7 +48,8 @@ class TrainConfig:
     """Query examples per class. None: the data set's own default."""
 
     data_options: str = ""
-    """More options of the data set, e.g. num_samples=4000 (mnist1d), rotations=false (omniglot), label=species (.csv)."""
+    """More options of the data set, e.g. num_samples=4000 (mnist1d), rotations=false (omniglot),
+    image_size=84,grey=true (folder of images), label=species,features=[a,b],standardise=false (.csv)."""
 
     model: str = "auto"
     """auto, conv1d, conv4, mlp or transformer with options (conv4:channels=32), or your own as module:attribute."""

@@ -27,13 +27,15 @@ from metanudge import tasks
 from metanudge.engines.randomness import mix
 from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
+from metanudge.tasks.images import is_picture
 from metanudge.tasks.omniglot_files import DownloadError
+from metanudge.tasks.standardise import Standardisation
 from metanudge.training import specs
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import Device, TrainConfig, flag
 from metanudge.training.errors import UserError
 from metanudge.training.files import read_text
-from metanudge.training.specs import Shapes, convert, known, normal, split_options
+from metanudge.training.specs import Shapes, convert, known, normal, show, split_options
 from metanudge.training.trust import check_trust
 
 CONFIG, METRICS, TIMING, SUMMARY, CURVE, CHECKPOINTS = (
@@ -45,25 +47,35 @@ _OWN_FLAGS = ("ways", "shots", "queries", "seed", "device", "dtype")
 
 @dataclass(frozen=True)
 class DataShapes:
-    """What a checkpoint remembers of the data, so that a model can be built again without them."""
+    """What a checkpoint remembers of the data, so that a model can be built without them and inputs be prepared as in training."""
 
     kind: Literal["classification", "regression"]
     num_outputs: int
     input_shape: tuple[int, ...]
+    columns: tuple[str, ...] | None = None
+    standardisation: Standardisation | None = None
 
     @classmethod
     def of(cls, source: Shapes) -> DataShapes:
-        """The shapes of a source."""
-        return cls(source.kind, source.num_outputs, tuple(source.input_shape))
+        """The shapes of a source, and how a table's columns were prepared."""
+        table = getattr(source, "columns", None), getattr(source, "standardisation", None)
+        return cls(source.kind, source.num_outputs, tuple(source.input_shape), *table)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {"kind": self.kind, "num_outputs": self.num_outputs, "input_shape": list(self.input_shape)}
+        """As JSON values; what there is none of is left out."""
+        values: dict[str, Any] = {"kind": self.kind, "num_outputs": self.num_outputs, "input_shape": list(self.input_shape)}
+        if self.columns is not None:
+            values["columns"] = list(self.columns)
+        if self.standardisation is not None:
+            values |= {"mean": list(self.standardisation.mean), "scale": list(self.standardisation.scale)}
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DataShapes:
         """From `to_dict`'s result."""
-        return cls(values["kind"], values["num_outputs"], tuple(values["input_shape"]))
+        columns = tuple(values["columns"]) if "columns" in values else None
+        standardisation = Standardisation(tuple(values["mean"]), tuple(values["scale"])) if "mean" in values else None
+        return cls(values["kind"], values["num_outputs"], tuple(values["input_shape"]), columns, standardisation)
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,7 @@ class Run:
     def source(self) -> Episodes:
         """The episodes the run was trained on; read when first asked for."""
         device = next(self.learner.parameters()).device
-        return build_source(self.config, device=device)
+        return build_source(self.config, device=device, remembered=self.shapes)
 
     def precision(self) -> Any:
         """A context in which the learner computes as it did in training."""
@@ -183,8 +195,8 @@ def choose_device(config: TrainConfig) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def build_source(config: TrainConfig, *, device: torch.device | None = None) -> Episodes:
-    """The episodes that a configuration describes."""
+def build_source(config: TrainConfig, *, device: torch.device | None = None, remembered: DataShapes | None = None) -> Episodes:
+    """The episodes that a configuration describes; with what a checkpoint remembers of the data, prepared as for it."""
     place = device if device is not None else choose_device(config)
     dtype = getattr(torch, config.dtype)
     make, declared, what = _source_factory(config.data)
@@ -193,6 +205,8 @@ def build_source(config: TrainConfig, *, device: torch.device | None = None) -> 
         if key in _OWN_FLAGS:
             raise UserError(f"--data-options: {key} has a flag of its own. Use {flag(key)} {raw[key]}.")
     options = convert(raw, declared, "--data-options", f"of {what}")
+    if remembered is not None:
+        options = _as_remembered(options, declared, remembered)
     for name in ("ways", "shots", "queries"):
         value = getattr(config, name)
         if value is not None:
@@ -251,8 +265,9 @@ def _source_factory(data: str) -> tuple[Callable[..., Episodes], Any, str]:
 
 def _folder_options(
     *,
-    image_size: int | tuple[int, int] | None = 28,
-    grey: bool = True,
+    image_size: int | tuple[int, int] | Literal["auto"] | None = "auto",
+    grey: bool | None = None,
+    standardise: bool = False,
     splits: tuple[float, ...] | dict[str, list[str]] = (),
     split_seed: int = 0,
     drop_small: bool = False,
@@ -264,12 +279,23 @@ def _csv_options(
     *,
     label: str = "label",
     features: tuple[str, ...] | None = None,
-    delimiter: str = ",",
+    delimiter: str | None = None,
+    standardise: bool = True,
     splits: tuple[float, ...] | dict[str, list[str]] = (),
     split_seed: int = 0,
     drop_small: bool = False,
 ) -> None:
     """The options of `Labelled.from_csv` that have no flag of their own; read, never called."""
+
+
+def _as_remembered(options: dict[str, Any], declared: Any, shapes: DataShapes) -> dict[str, Any]:
+    """The options of a folder or table such that its examples are prepared as those of a checkpoint were."""
+    if declared not in (_csv_options, _folder_options):
+        return options
+    fixed: dict[str, Any] = {} if shapes.columns is None else {"features": shapes.columns}
+    if declared is _folder_options and is_picture(shapes.input_shape):
+        fixed = {"image_size": shapes.input_shape[1:], "grey": shapes.input_shape[0] == 1}
+    return fixed | options | {"standardise": shapes.standardisation or False}
 
 
 def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
@@ -318,11 +344,25 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
     return dataclasses.replace(
         config,
         data=data,
+        data_options=_with_image_size(config, source),
         model=str(specs.parse_model(config.model, source)),
         solver=str(specs.parse_solver(config.solver, source.kind)),
         estimator=str(specs.parse_estimator(config.estimator)),
         optimizer=str(specs.parse_optimizer(config.optimizer)),
     )
+
+
+def _with_image_size(config: TrainConfig, source: Episodes) -> str:
+    """The data's options with the size and channels that were decided for the pictures of a folder."""
+    if normal(config.data) in _SOURCES or not Path(config.data).expanduser().is_dir() or not is_picture(source.input_shape):
+        return config.data_options
+    given = split_options(config.data_options, "--data-options")
+    channels, height, width = source.input_shape
+    if given.get("image_size", "auto").lower() == "auto":
+        given["image_size"] = show(height if height == width else (height, width))
+    if given.get("grey", "none").lower() in ("none", "null"):
+        given["grey"] = show(channels == 1)
+    return ",".join(f"{key}={value}" for key, value in given.items())
 
 
 @contextmanager

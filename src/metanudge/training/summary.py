@@ -13,6 +13,7 @@ import torch
 from metanudge.evaluation import Evaluation
 from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
+from metanudge.tasks.images import is_picture
 from metanudge.training.config import TrainConfig
 from metanudge.training.distributed import Group
 from metanudge.training.files import write_text
@@ -37,12 +38,21 @@ def facts(config: TrainConfig, source: Episodes, learner: MetaLearner, group: Gr
     where = f"{name}, {config.dtype}" + (f", {config.precision}" if config.precision != "fp32" else "")
     return [
         ("data", f"{config.data}: {shape}; {config.tasks} tasks per meta-step"),
+        ("inputs", describe_inputs(source)),
         ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
         ("estimator", f"{config.estimator} with {config.solver}"),
         ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
         ("engine", f"{engine.name} ({why})"),
         ("device", where + (f"; {group.world} processes" if group.world > 1 else "")),
     ]
+
+
+def describe_inputs(source: Episodes) -> str:
+    """The shape of one example, and what was decided about it."""
+    shape = source.input_shape
+    size = "×".join(map(str, shape))
+    what = f"images {size}" if is_picture(shape) else f"{size} number{'s' * (shape != (1,))}"
+    return what + (f" ({source.note})" if source.note else "")
 
 
 def tested(result: Evaluation) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from metanudge.training.loop import Trainer
 from metanudge.training.metrics import check_sinks
 from metanudge.training.plan import MAY_CHANGE, check_unchanged, claim, make_plan, try_out
 from metanudge.training.progress import ConsoleReporter, Quiet, Reporter
-from metanudge.training.runs import build_learner, build_source, check_splits, choose_device, load_weights, precision, resolve
+from metanudge.training.runs import DataShapes, build_learner, build_source, check_splits, choose_device, load_weights, precision, resolve
 from metanudge.training.signals import StopRequest
 
 
@@ -38,7 +38,8 @@ def _train(config: TrainConfig, resume: Path | None, group: Group, stop: StopReq
     device = choose_device(config)
     plan = group.share(lambda: make_plan(config, resume, group))
     check_sinks(config)
-    source = group.one_after_the_other(lambda: build_source(config, device=device))
+    remembered = DataShapes.from_dict(plan.checkpoint.state["shapes"]) if plan.checkpoint is not None else None
+    source = group.one_after_the_other(lambda: build_source(config, device=device, remembered=remembered))
     check_splits(config, source)
     config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
     config.check()  # once more: it has absolute paths now

@@ -60,7 +60,7 @@ def split_options(text: str, where: str) -> dict[str, str]:
         {'hidden': '(64,64)', 'activation': 'tanh'}
     """
     options: dict[str, str] = {}
-    for part in _split_commas(text, where):
+    for part in split_commas(text, where):
         key, equals, value = part.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key.isidentifier():
@@ -71,7 +71,8 @@ def split_options(text: str, where: str) -> dict[str, str]:
     return options
 
 
-def _split_commas(text: str, where: str) -> list[str]:
+def split_commas(text: str, where: str) -> list[str]:
+    """The parts of a text between its commas, but for those inside brackets and quotes."""
     parts, depth, quote, begin, escaped = [], 0, "", 0, False
     for place, character in enumerate(text):
         if quote:

@@ -113,7 +113,7 @@ def _makes_modules(found: Any) -> bool:
 
 def _suitable(shapes: Shapes) -> str:
     shape = shapes.input_shape
-    if len(shape) == 3 and shape[1] == shape[2] >= 16:
+    if len(shape) == 3 and min(shape[1:]) >= 16:
         return "conv4"
     if shape == (40,) and shapes.kind == "classification":
         return "conv1d"
@@ -131,7 +131,7 @@ def _sizes(factory: Callable[..., Any], shapes: Shapes) -> dict[str, Any]:
         "input_shape": shape,
         "in_features": math.prod(shape),
         "in_channels": shape[0],
-        "image_size": shape[-1],
+        "image_size": shape[-2:] if len(shape) == 3 and shape[1] != shape[2] else shape[-1],
         "length": shape[-1],
     }
     accepted = parameters(factory)

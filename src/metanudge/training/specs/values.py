@@ -13,6 +13,7 @@ import torch
 
 from metanudge.training.config import near
 from metanudge.training.errors import UserError
+from metanudge.training.specs.language import split_commas
 
 _NO = object()  # "does not fit"; None itself is a value
 
@@ -60,8 +61,8 @@ def _try(text: str, kind: Any) -> Any:
     if kind is str or (isinstance(kind, type) and issubclass(kind, os.PathLike)) or origin is os.PathLike:
         literal = _literal(text)
         return literal if isinstance(literal, str) else text
-    literal = _literal(text)
     container = origin if isinstance(origin, type) else kind if isinstance(kind, type) else None
+    literal = _names(text) if _of_names(kind) else _literal(text)
     if container is tuple or container in (Sequence, list):
         if not isinstance(literal, (tuple, list)):
             return _NO
@@ -69,6 +70,30 @@ def _try(text: str, kind: Any) -> Any:
     if isinstance(container, type) and issubclass(container, Mapping):
         return literal if isinstance(literal, dict) else _NO
     return literal
+
+
+def _of_names(kind: Any) -> bool:
+    """Whether a list or dict holds text and nothing else, so that quotes can be left out."""
+    parts = [part for part in typing.get_args(kind) if part is not Ellipsis]
+    return bool(parts) and all(part is str or _of_names(part) for part in parts)
+
+
+def _names(text: str) -> Any:
+    """Lists and dicts of names, with or without quotes.
+
+    Example:
+        >>> _names("[petal width,7,'a,b']"), _names("{train:[cat],test:[dog]}")
+        (['petal width', '7', 'a,b'], {'train': ['cat'], 'test': ['dog']})
+    """
+    text = text.strip()
+    if text[:1] + text[-1:] not in ("[]", "()", "{}"):
+        literal = _literal(text)
+        return literal if isinstance(literal, str) else text
+    parts = split_commas(text[1:-1], "a list")
+    if text[0] != "{":
+        return [_names(part) for part in parts]
+    pairs = [part.partition(":") for part in parts]
+    return {str(_names(key)): _names(value) for key, _, value in pairs}
 
 
 def _literal(text: str) -> Any:
@@ -88,4 +113,6 @@ def _spell(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
     if kind in names:
         return names[kind]
+    if _of_names(kind):
+        return "a list such as [a,b]"
     return "a list such as (1,2)" if typing.get_origin(kind) in (tuple, list, Sequence) else str(kind)

@@ -7,38 +7,40 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from metanudge.tasks.read_folder import read_file, read_folder
+from metanudge.tasks.read_csv import read_csv
+from metanudge.tasks.read_file import read_file
+from metanudge.tasks.read_folder import examples_among, is_visible, read_folder
 from metanudge.training.errors import UserError
-from metanudge.training.use.preprocessing import Preprocessing
-from metanudge.training.use.tables import header, is_table, read_table
+from metanudge.training.use.preprocessing import TABLES, Preprocessing
 
 
 def read_support(path: Path, how: Preprocessing) -> tuple[Tensor, list[str], Preprocessing]:
     """Raw examples, their labels, and the preprocessing with the table's columns filled in."""
-    if is_table(path) and path.is_file():
-        columns = tuple(c for c in header(path, how.delimiter) if c != how.label) if how.columns is None else how.columns
-        values, names = read_table(path, how, with_label=True)
+    if _is_table(path):
+        table = read_csv(path, label=how.label, features=how.columns, delimiter=how.delimiter)
+        values = torch.from_numpy(table.values)
         how.check(values, path)
-        return values, names, replace(how, columns=columns)
+        return values, table.labels, replace(how, columns=table.columns)
     if not path.is_dir():
         raise UserError(f"--support {path} is neither a folder nor a .csv table. Give a folder with one sub-folder per class.")
-    raw, names = read_folder(path, image_size=how.image_size, grey=how.grey)
-    how.check(raw, f"--support {path}")
-    return raw, names, how
+    read = read_folder(path, image_size=how.image_size, grey=how.grey)
+    how.check(read.examples, f"--support {path}")
+    return read.examples, read.labels, how
 
 
 def examples_to_label(path: Path, how: Preprocessing, classes: Sequence[str]) -> Iterator[tuple[str, str | None, Tensor]]:
     """Name, true class if known, and raw tensor of every example."""
-    if is_table(path) and path.is_file():
+    if _is_table(path):
         yield from _rows(path, how, classes)
         return
     if not path.exists():
         raise UserError(f"--predict {path} does not exist. Give a folder of files, one file, or a .csv table.")
-    files = [path] if path.is_file() else _visible_files(path)
+    files = [path] if path.is_file() else examples_among(_visible_files(path), path)
     if not files:
-        raise UserError(f"--predict {path} holds no files. Put the files to be labelled into it.")
+        raise UserError(f"--predict {path} holds no files that are examples. Put the files to be labelled into it.")
     root = path.parent if path.is_file() else path
     for file in files:
         raw = read_file(file, size=how.image_size, grey=how.grey)
@@ -47,15 +49,20 @@ def examples_to_label(path: Path, how: Preprocessing, classes: Sequence[str]) ->
         yield file.relative_to(root).as_posix(), truth, raw
 
 
+def _is_table(path: Path) -> bool:
+    return path.suffix.lower() in TABLES and path.is_file()
+
+
 def _rows(path: Path, how: Preprocessing, classes: Sequence[str]) -> Iterator[tuple[str, str | None, Tensor]]:
-    values, labels = read_table(path, how, with_label=how.label in header(path, how.delimiter))
+    table = read_csv(path, label=how.label, features=how.columns, delimiter=how.delimiter, labelled=False)
+    values = torch.from_numpy(table.values)
     how.check(values, path)
-    for number, (row, label) in enumerate(zip(values, labels, strict=True), start=1):
+    for number, (row, label) in enumerate(zip(values, table.labels, strict=True), start=1):
         yield f"{path.name}:{number}", label if label in classes else None, row
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    found = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    found = (file for file in folder.rglob("*") if all(is_visible(part) for part in file.relative_to(folder).parts))
     return sorted(file for file in found if file.is_file())
 
 

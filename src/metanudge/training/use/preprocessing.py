@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from metanudge.tasks.images import is_picture
+from metanudge.tasks.read_csv import read_header
+from metanudge.tasks.standardise import Standardisation
 from metanudge.training.errors import UserError
 from metanudge.training.specs import convert, split_options
-from metanudge.training.use.tables import header, is_table
 
 if TYPE_CHECKING:
     from metanudge.training.runs import Run
+
+
+TABLES = (".csv", ".tsv")
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,8 @@ class Preprocessing:
         invert: dark becomes 1 and light 0 (Omniglot: ink 1, paper 0); otherwise light is 1.
         label: the label's column in a table.
         columns: the columns with numbers, in order; None for all but the label, in the file's order.
-        delimiter: what separates the cells of a table.
+        delimiter: what separates the cells of a table; None for what its first line is made with.
+        mean, scale: taken from and divided out of the numbers of an example, one each; None where they are left as they are.
     """
 
     input_shape: tuple[int, ...]
@@ -39,52 +45,63 @@ class Preprocessing:
     invert: bool = False
     label: str = "label"
     columns: tuple[str, ...] | None = None
-    delimiter: str = ","
+    delimiter: str | None = None
+    mean: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, run: Run) -> Preprocessing:
         """What a run's training data went through."""
         shape = run.shapes.input_shape
-        image = len(shape) == 3 and shape[0] in (1, 3)
-        table = _table_options(run) if is_table(Path(run.config.data)) else {}
+        image = is_picture(shape)
+        table = _table_options(run) if Path(run.config.data).suffix.lower() in TABLES else {}
+        found = run.shapes.standardisation
         return cls(
             input_shape=shape,
             dtype=run.config.dtype,
             grey=not image or shape[0] == 1,
             image_size=(shape[1], shape[2]) if image else None,
             invert=run.config.data == "omniglot",
+            mean=None if found is None else found.mean,
+            scale=None if found is None else found.scale,
             **table,
         )
 
     def tensor(self, raw: Tensor) -> Tensor:
-        """Raw examples `(n, ...)` as model inputs: uint8 to [0, 1], floats to `dtype`, other integers (token numbers) as they are."""
+        """Raw examples `(n, ...)` as model inputs: uint8 to [0, 1], floats to `dtype`, other integers (token numbers) as they are.
+
+        Where the training data were standardised, all are numbers and get the same mean and scale.
+        """
         dtype: torch.dtype = getattr(torch, self.dtype)
+        if self.mean is not None and self.scale is not None:
+            return Standardisation(self.mean, self.scale).apply(raw).to(dtype)
         if raw.dtype == torch.uint8:
             return (255 - raw if self.invert else raw).to(dtype) / 255
         return raw.to(dtype) if raw.is_floating_point() or raw.dtype == torch.bool else raw.long()
 
     def check(self, raw: Tensor, where: object) -> None:
-        """Refuse examples of another shape than the model's, and numbers that are not finite."""
+        """Refuse examples of another shape than the model's, and numbers that are not finite as inputs."""
         if tuple(raw.shape[1:]) != self.input_shape:
             kind = f"{self.input_shape[0]} numbers" if len(self.input_shape) == 1 else f"shape {self.input_shape}"
             raise UserError(
                 f"{where} has shape {tuple(raw.shape[1:])}, but the run was trained on examples of {kind}. "
                 "Give data of the same kind, or use a run that was trained on this kind."
             )
-        if raw.is_floating_point() and not bool(torch.isfinite(raw).all()):
-            raise UserError(f"{where} holds NaN or infinity. Correct it or leave it out.")
+        inputs = self.tensor(raw)
+        if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
+            raise UserError(f"{where} holds NaN, infinity or numbers too large for {self.dtype}. Correct it or leave it out.")
 
 
 def _table_options(run: Run) -> dict[str, Any]:
     """Label, columns and delimiter of the table that a run was trained on."""
 
-    def table(*, label: str = "label", features: tuple[str, ...] | None = None, delimiter: str = ",") -> None:
+    def table(*, label: str = "label", features: tuple[str, ...] | None = None, delimiter: str | None = None) -> None:
         """Declares the options; never called."""
 
     raw = split_options(run.config.data_options, "--data-options")
     wanted = {key: value for key, value in raw.items() if key in ("label", "features", "delimiter")}
-    options = {"label": "label", "delimiter": ",", **convert(wanted, table, "--data-options", "of a .csv file")}
-    features = options.pop("features", None)
-    if features is None and Path(run.config.data).is_file():  # the order of the columns matters to the model
-        features = [c for c in header(Path(run.config.data), options["delimiter"]) if c != options["label"]]
-    return {**options, "columns": None if features is None else tuple(features)}
+    options = {"label": "label", "delimiter": None, **convert(wanted, table, "--data-options", "of a .csv file")}
+    columns = options.pop("features", None) or run.shapes.columns  # their order matters to the model
+    if columns is None and Path(run.config.data).is_file():
+        columns = [c for c in read_header(run.config.data, **options) if c != options["label"]]
+    return {**options, "columns": None if columns is None else tuple(columns)}
