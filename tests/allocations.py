@@ -1,5 +1,5 @@
-"""Live tensor memory during a call; see `metanudge.bench.memory`."""
+"""Live tensor memory during a call; see `metanudge_lab.bench.memory`."""
 
-from metanudge.bench.memory import Allocations, trainable_bytes
+from metanudge_lab.bench.memory import Allocations, trainable_bytes
 
 __all__ = ["Allocations", "trainable_bytes"]

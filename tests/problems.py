@@ -4,7 +4,7 @@
     learner = mn.MetaLearner(model, loss, lam=2.0, ...)
 
 Models are in training mode; inputs are standard normal; classification targets follow a random teacher of each task. Those that the
-experiments use as well live in `metanudge.experiments.problems`.
+experiments use as well live in `metanudge_lab.experiments.problems`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metanudge import TaskBatch
-from metanudge.experiments.problems import (
+from metanudge_lab.experiments.problems import (
     Setup,
     classification_tasks,
     log_slope,

@@ -11,8 +11,8 @@ import functools
 import pytest
 
 import metanudge as mn
-from metanudge.experiments.inexact import EXACTLY, OffBy
 from metanudge.solvers import Solver
+from metanudge_lab.experiments.inexact import EXACTLY, OffBy
 from problems import Setup, log_slope, logistic_regression, mlp, relative_error
 
 PROBLEMS = {

@@ -1,0 +1,1 @@
+"""The commands that join `metanudge`: one a file."""

@@ -1,0 +1,273 @@
+"""What an experiment is: one file that measures one figure or table of the paper, draws it, and judges the paper's claim from the rows.
+
+To add an experiment `some-name` (its place in the paper's order is already in `metanudge_lab.experiments.NAMES`), write
+`experiments/some_name.py` like this, and a line in `tests/tiny_experiments.py` with settings that take a second or two:
+
+    @dataclass(frozen=True)
+    class Config:
+        steps: tuple[int, ...] = (1, 5, 20)         # JSON values and tuples of them only: the config is saved beside the rows
+        seeds: int = 5
+
+        @classmethod
+        def quick(cls) -> Config:                   # on two CPU cores, a minute or so
+            return cls(seeds=2)
+
+        @classmethod
+        def full(cls) -> Config:                    # on a GPU, or a long while on a CPU
+            return cls()
+
+    def cells(config: Config) -> list[Cell]:        # independent units of work, each a flat dict of JSON scalars
+        return [{"method": m, "seed": s} for m in METHODS for s in range(config.seeds)]
+
+    def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
+        ...                                         # seeded by the cell alone, so that any cell can be measured anywhere, in any order
+        return [{"steps": k, "error": e}, ...]      # the cell's own keys are added; NaN and Inf are saved as null
+
+    def draw(result: Result[Config]) -> list[Drawing]:
+        figure, axes = style.figure()               # `metanudge_lab.experiments.style`: colours and lines, the same everywhere
+        for method in result.distinct("method"):
+            ...result.values("error", method=method, steps=5)...
+        return [Drawing(figure, alt="what the picture shows, in words and numbers")]
+
+    def table(result: Result[Config]) -> Table:
+        return Table(("method", "error at 20 steps"), [("MAML", 0.01), ...])
+
+    def judge(result: Result[Config]) -> Verdict:   # from the rows; numbers are formatted in, never typed
+        return Verdict("partly", measured=f"the error fell to {error:.1e}", reason="…")
+
+    EXPERIMENT = Experiment(
+        name="some-name", title="…", where="Figure 1, above", claim="…",
+        config=Config, cells=cells, measure=measure, draw=draw, table=table, judge=judge,
+    )
+
+`measure` sees torch and numpy only (import matplotlib inside `draw`; never rich, tyro, jinja2, safetensors): it runs on bare machines as
+`python -m metanudge_lab.experiments some-name`. `draw` and `table` must work for any part of the cells, since the page shows unfinished
+results too; `judge` is called only once every cell of the config is there. A method that diverges is a row with NaN, not an exception.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
+
+from metanudge_lab.experiments.spread import sentence
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+
+Scalar = str | int | float | bool | None
+Cell = dict[str, Scalar]
+Row = dict[str, Any]  # JSON scalars and lists of them
+Mode = Literal["quick", "full"]
+MODES: tuple[Mode, ...] = ("full", "quick")
+Status = Literal["reproduced", "partly", "not"]
+STATUSES: tuple[Status, ...] = ("reproduced", "partly", "not")
+
+
+class Configuration(Protocol):
+    """A frozen dataclass whose fields are JSON values or tuples of them."""
+
+    @classmethod
+    def quick(cls) -> Self:
+        """A minute or so on two CPU cores."""
+
+    @classmethod
+    def full(cls) -> Self:
+        """What the verdict should rest on."""
+
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the paper's claim held.
+
+    Attributes:
+        status: "reproduced", "partly" or "not".
+        measured: one sentence with the numbers we found.
+        reason: why the status is what it is; where the claim failed, if it did.
+    """
+
+    status: Status
+    measured: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        assert self.status in STATUSES, self.status
+
+    @classmethod
+    def of(cls, statements: Sequence[tuple[bool, str, str]], measured: str) -> Verdict:
+        """From statements: whether each holds, and the words for it where it does and where it does not.
+
+        Example:
+            >>> Verdict.of([(True, "a falls", "a rises"), (False, "b falls", "b rises")], "").reason
+            'A falls. But b rises.'
+        """
+        right = [words for holds, words, _ in statements if holds]
+        wrong = [words for holds, _, words in statements if not holds]
+        if right and wrong:
+            return cls("partly", measured, f"{sentence(*right)} {sentence('but ' + wrong[0], *wrong[1:])}")
+        return cls("not" if wrong else "reproduced", measured, sentence(*(wrong or right)))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A value of a table that is sorted by `value` and shown as `text`, such as `Shown(0.951, "95.1 ± 0.3 %")`."""
+
+    value: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows for the page; numbers are shown with three significant digits unless wrapped in `Shown`."""
+
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str | int | float | Shown | None, ...]]
+
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.header) for row in self.rows), "every row has one value per column"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture: a matplotlib figure, what it shows in words, and, where there are several, what tells its file apart."""
+
+    figure: Figure
+    alt: str
+    suffix: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One finished cell: its rows, how long they took, and which of the result's machines did it."""
+
+    cell: Cell
+    rows: list[Row]
+    seconds: float
+    machine: int
+
+
+@dataclass(frozen=True)
+class Result(Generic[C]):
+    """What has been measured of an experiment.
+
+    Attributes:
+        name: of the experiment.
+        mode: "quick" or "full".
+        config: what was asked for.
+        measured: the finished cells.
+        machines: provenance of each machine and commit that took part (see `metanudge_lab.experiments.provenance`).
+        missing: cells of the config that are not finished.
+    """
+
+    name: str
+    mode: Mode
+    config: C
+    measured: list[Measured] = field(default_factory=list)
+    machines: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[Cell] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every cell of the config is there."""
+        return not self.missing
+
+    @property
+    def seconds(self) -> float:
+        """That all cells took together."""
+        return sum(measured.seconds for measured in self.measured)
+
+    def rows(self, **where: Any) -> list[Row]:
+        """The rows, each with the keys of its cell, that have these values.
+
+        Example:
+            >>> result = Result("x", "quick", None, [Measured({"seed": 3}, [{"k": 1, "e": 0.5}, {"k": 2, "e": None}], 0.1, 0)])
+            >>> result.rows(k=1)
+            [{'seed': 3, 'k': 1, 'e': 0.5}]
+            >>> result.values("e")
+            [0.5, nan]
+            >>> result.distinct("k")
+            [1, 2]
+        """
+        found = ({**measured.cell, **row} for measured in self.measured for row in measured.rows)
+        return [row for row in found if all(row.get(key) == value for key, value in where.items())]
+
+    def values(self, key: str, **where: Any) -> list[float]:
+        """One number per row; NaN where it was not finite."""
+        return [math.nan if row[key] is None else float(row[key]) for row in self.rows(**where)]
+
+    def distinct(self, key: str) -> list[Any]:
+        """The values of a key in the order in which they first appear."""
+        return list(dict.fromkeys(row[key] for row in self.rows() if key in row))
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[C]):
+    """One figure or table of the paper; see the top of this file for how to write one.
+
+    Attributes:
+        name: on the command line; the module's name with hyphens.
+        title: heading on the page.
+        where: in the paper, such as "Figure 1, above".
+        claim: what the paper says, in a sentence or two.
+        config: the frozen dataclass with `quick()` and `full()`.
+        cells: the units of work of a config.
+        measure: rows of one cell.
+        draw: pictures.
+        table: numbers.
+        judge: verdict on the claim.
+        notes: what we do differently from the paper, or had to choose because it does not say.
+        remember: told before cells are measured what there is of the others, so that nothing is found out twice.
+    """
+
+    name: str
+    title: str
+    where: str
+    claim: str
+    config: type[C]
+    cells: Callable[[C], list[Cell]]
+    measure: Callable[[Cell, C, torch.device], list[Row]]
+    draw: Callable[[Result[C]], list[Drawing]]
+    table: Callable[[Result[C]], Table]
+    judge: Callable[[Result[C]], Verdict]
+    notes: str = ""
+    remember: Callable[[Result[C]], None] = lambda result: None
+
+    def configuration(self, mode: Mode) -> C:
+        """The config of a mode."""
+        return getattr(self.config, mode)()
+
+
+def label(cell: Cell) -> str:
+    """A cell as text: what progress shows and `--cells` matches.
+
+    Example:
+        >>> label({"method": "MAML", "seed": 0})
+        'method=MAML seed=0'
+    """
+    return " ".join(f"{key}={value}" for key, value in cell.items())
+
+
+def json_safe(value: Any) -> Any:
+    """The value with NaN and infinities as None and tuples as lists, or a TypeError that says what JSON cannot hold.
+
+    Example:
+        >>> json_safe({"a": (1, float("nan"))})
+        {'a': [1, None]}
+    """
+    if isinstance(value, dict):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    raise TypeError(
+        f"{value!r} is a {type(value).__name__}; rows hold strings, numbers, booleans, None and lists of them. Use .item() or .tolist()."
+    )

@@ -1,0 +1,193 @@
+"""Meta-training for the experiments on few-shot classification: Adam on a stream of tasks, accuracy on others."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+import metanudge as mn
+from metanudge.estimators import Estimator
+from metanudge.task import TaskBatch
+from metanudge.tasks import Episodes
+from metanudge.tasks.ahead import Ahead
+from metanudge.tasks.episodes import Split
+from metanudge_lab.experiments import methods as m
+
+AT_ONCE = 100  # tasks evaluated side by side
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to meta-train.
+
+    Attributes:
+        inner: learning rate of the inner steps.
+        rate: meta-learning rate of Adam.
+        iterations: meta-steps.
+        tasks: per meta-step.
+        cosine: let the meta-learning rate fall to 0 along a cosine.
+    """
+
+    inner: float
+    rate: float
+    iterations: int
+    tasks: int = 16
+    cosine: bool = False
+
+    def rate_at(self, iteration: int) -> float:
+        """The meta-learning rate of the meta-step that comes after so many.
+
+        Example:
+            >>> [round(Recipe(0.1, 1.0, 4, cosine=cosine).rate_at(2), 6) for cosine in (False, True)]
+            [1.0, 0.5]
+        """
+        return self.rate * (1 + math.cos(math.pi * iteration / self.iterations)) / 2 if self.cosine else self.rate
+
+
+@dataclass
+class Trial:
+    """A model that can be meta-trained again and again from the same initial weights, with one estimator.
+
+    Learners are kept by their inner learning rate: on a GPU each has recorded its meta-step.
+    """
+
+    model: nn.Module
+    estimator: Estimator
+    source: Episodes
+    lam: float = m.LAM
+    steps: int = m.STEPS
+    regression: bool = False
+    _initial: dict[str, Tensor] = field(init=False)
+    _learners: dict[float, mn.MetaLearner] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._initial = {name: leaf.detach().clone() for name, leaf in self.model.state_dict().items()}
+
+    def learner(self, inner: float) -> mn.MetaLearner:
+        """The learner with this inner learning rate, at the initial weights."""
+        self.model.load_state_dict(self._initial)
+        if inner not in self._learners:
+            solver = mn.GradientDescent(lr=inner, steps=self.steps)
+            loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
+            self._learners[inner] = mn.MetaLearner(self.model, loss, lam=self.lam, solver=solver, estimator=self.estimator)
+        return self._learners[inner]
+
+    def train(self, recipe: Recipe, *, at: Collection[int] = (), see: Callable[[int, mn.MetaLearner], None] | None = None) -> bool:
+        """Meta-train from the initial weights; whether every gradient was finite.
+
+        Args:
+            recipe: how.
+            at: after which iterations (0 is before the first) to call `see`; the calls end where training diverges.
+            see: gets the iteration and the learner.
+        """
+        learner = self.learner(recipe.inner)
+        optimizer = torch.optim.Adam(learner.parameters(), lr=recipe.rate, fused=learner.problem().device.type == "cuda")
+        batches = _stream(self.source, recipe)
+        if see is not None and 0 in at:
+            see(0, learner)
+        for iteration, tasks in enumerate(batches, 1):
+            optimizer.param_groups[0]["lr"] = recipe.rate_at(iteration - 1)
+            optimizer.zero_grad()
+            try:
+                learner.backward(tasks, metrics=False)
+            except mn.NonFiniteError:
+                return False
+            optimizer.step()
+            if see is not None and iteration in at:
+                see(iteration, learner)
+        return True
+
+    def scores(self, recipe: Recipe, *, split: Split, tasks: int, steps: Sequence[int | None] = (None,)) -> list[Tensor]:
+        """Accuracies on so many tasks of a split after training, for each number of steps of adaptation (None: as in training).
+
+        For regression, shares of the variance that are explained. Zeros where training diverged.
+        """
+        if not self.train(recipe):
+            return [torch.zeros(tasks, dtype=torch.float64) for _ in steps]
+        quality = explained if self.regression else accuracies
+        return [quality(self._learners[recipe.inner], self.source, split, tasks, steps=count) for count in steps]
+
+    def score(self, recipe: Recipe, *, split: Split, tasks: int) -> float:
+        """Their mean with as many steps as in training."""
+        return float(self.scores(recipe, split=split, tasks=tasks)[0].mean())
+
+
+def _stream(source: Episodes, recipe: Recipe) -> Iterator[TaskBatch]:
+    """The tasks of all meta-steps; for a GPU drawn ahead."""
+    if source.device.type != "cuda":
+        yield from source.batches(size=recipe.tasks, count=recipe.iterations)
+        return
+    ahead, size = Ahead(source), recipe.tasks
+    try:
+        for step in range(recipe.iterations):
+            yield ahead.batch(range(step * size, (step + 1) * size), then=range((step + 1) * size, (step + 2) * size))
+    finally:  # also where training diverges and nobody asks for the rest
+        ahead.close()
+
+
+def accuracies(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int, *, steps: int | None = None) -> Tensor:
+    """Accuracy on the query sets of episodes 0 … tasks − 1 of a split after adaptation with the learner's own steps, or so many."""
+    parts = (range(first, min(first + AT_ONCE, tasks)) for first in range(0, tasks, AT_ONCE))
+    return torch.cat([learner.evaluate(source.batch(part, split), steps=steps).accuracy for part in parts])
+
+
+def explained(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int, *, steps: int | None = None) -> Tensor:
+    """1 − squared error / mean square of the targets of all tasks, on the query sets, like `accuracies`; at least 0."""
+    batch = source.batch(range(tasks), split)
+    squares = torch.cat([stack.query[1].double().square().flatten() for stack in batch.stacks])
+    return (1 - learner.evaluate(batch, steps=steps).loss / squares.mean().cpu()).nan_to_num(0.0).clamp(min=0)
+
+
+def accuracy(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> float:
+    """Their mean."""
+    return float(accuracies(learner, source, split, tasks).mean())
+
+
+def summary(found: Tensor) -> dict[str, float]:
+    """Mean accuracy and the half-width of its 95 % confidence interval over the tasks, as they stand in a row.
+
+    Example:
+        >>> summary(torch.tensor([0.5, 0.5, 0.5]))
+        {'accuracy': 0.5, 'ci95': 0.0}
+    """
+    return {"accuracy": float(found.mean()), "ci95": float(1.96 * found.std() / math.sqrt(len(found)))}
+
+
+def best_recipe(
+    trial: Trial, recipes: list[Recipe], rounds: tuple[int, ...], *, keep: int, tasks: int
+) -> tuple[Recipe, list[Recipe], list[float]]:
+    """The recipe with the highest validation accuracy, found in rounds of growing length of which only the best few reach the next.
+
+    Args:
+        trial: what is trained.
+        recipes: the grid.
+        rounds: iterations of each round.
+        keep: how many go on to the next round.
+        tasks: validation tasks.
+
+    Returns:
+        the best recipe (with its own number of iterations), and all that were tried with their accuracies.
+    """
+    tried: list[Recipe] = []
+    scores: list[float] = []
+    left = list(recipes)
+    for number, iterations in enumerate(rounds):
+        if len(left) > 1:
+            found = [trial.score(replace(recipe, iterations=iterations), split="val", tasks=tasks) for recipe in left]
+            tried += [replace(recipe, iterations=iterations) for recipe in left]
+            scores += found
+            order = sorted(range(len(left)), key=lambda i: -found[i])
+            left = [left[i] for i in order[: keep if number < len(rounds) - 1 else 1]]
+    return left[0], tried, scores
+
+
+def release(device: torch.device) -> None:
+    """Give back what earlier runs held on a GPU: recorded meta-steps keep their memory until they are collected."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

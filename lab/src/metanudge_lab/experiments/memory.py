@@ -1,0 +1,228 @@
+"""Peak memory of one meta-step: how the four memory experiments measure, draw, tabulate and judge it.
+
+A meta-step is made of one task at a time, as for a model that fills the device: on the in-place engine, and for MAML, which cannot work
+in place, as plain autograd through the inner steps, which holds less than half of what the stacked engine does. What was there before
+(the model and the task) does not count; the meta-gradient in `.grad` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import metanudge as mn
+from metanudge.task import Task
+from metanudge_lab.bench.memory import peak_memory, trainable_bytes
+from metanudge_lab.experiments import methods as m
+from metanudge_lab.experiments import style
+from metanudge_lab.experiments.base import Cell, Drawing, Result, Row, Shown, Table, Verdict
+
+STEP = "one training step"
+METHODS = (*m.ESTIMATORS, STEP)
+MARGIN = 0.10  # "nearly identical", "comparable", "tracks closely"
+FLAT = 0.01
+MB = 1e6
+RATE = 0.01  # inner learning rate
+HOW = (
+    "One task at a time, on the in-place engine; MAML, which cannot work in place, is plain autograd through the inner steps. What "
+    "existed before the step does not count. On a GPU the allocator tells; without one, live tensors are counted, which leaves out "
+    "workspaces of kernels."
+)
+
+
+def random_task(shape: tuple[int, ...], *, ways: int, shots: int, queries: int, device: torch.device) -> Task:
+    """A task of noise: memory does not depend on what is in the tensors."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples(each: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(ways * each, *shape, generator=generator)
+        return x.to(device), torch.arange(ways, device=device).repeat_interleave(each)
+
+    return Task(examples(shots), examples(queries))
+
+
+def measure_step(method: str, model: nn.Module, task: Task, *, steps: int, device: torch.device) -> Row:
+    """Bytes that one meta-step (or one plain training step on the query set) needs at its peak, and those of one copy of θ."""
+    work = _training_step(model, task) if method == STEP else meta_step(method, model, task, steps=steps)
+    if device.type == "cuda":  # what libraries allocate once and keep is no part of the step
+        work()
+        model.zero_grad(set_to_none=True)
+    return {"memory": peak_memory(work, device), "parameters": trainable_bytes(model)}
+
+
+def meta_step(method: str, model: nn.Module, task: Task, *, steps: int) -> Callable[[], object]:
+    """What adds a method's meta-gradient of one task to `.grad`."""
+    if method == m.MAML:
+        return lambda: unrolled(model, task, steps=steps)
+    learner = mn.MetaLearner(
+        model,
+        nn.functional.cross_entropy,
+        lam=m.LAM,
+        solver=mn.GradientDescent(lr=RATE, steps=steps),
+        estimator=m.ESTIMATORS[method],
+        engine="inplace",
+    )
+    return lambda: learner.backward(task, metrics=False)
+
+
+def unrolled(model: nn.Module, task: Task, *, steps: int) -> None:
+    """MAML as in a textbook: every inner step keeps its graph, and one backward pass goes through all of them."""
+    theta: dict[str, Tensor] = dict(model.named_parameters())
+
+    def loss(phi: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(functional_call(model, phi, (batch[0],)), batch[1])
+
+    phi = theta
+    for _ in range(steps):
+        gradients = torch.autograd.grad(loss(phi, task.support), list(phi.values()), create_graph=True)
+        phi = {n: p - RATE * (g + m.LAM * (p - theta[n])) for (n, p), g in zip(phi.items(), gradients, strict=True)}
+    loss(phi, task.query).backward()
+
+
+def _training_step(model: nn.Module, task: Task) -> Callable[[], object]:
+    x, y = task.query
+    return lambda: nn.functional.cross_entropy(model(x), y).backward()
+
+
+def memory(result: Result[Any], method: str, **where: Any) -> float:
+    """Bytes of one method at one size; NaN where they are not measured."""
+    found = result.values("memory", method=method, **where)
+    return found[0] if found else math.nan
+
+
+def draw(result: Result[Any], size: str, label: str, at: str, **where: Any) -> list[Drawing]:
+    """Megabytes against size; and, for first-order methods, as a multiple of FO-MAML's, with the margin of the claim shaded."""
+    figure, (left, right) = style.figure(2, width=10.8, height=4.4)
+    sizes = sorted(result.distinct(size))
+    for method in result.distinct("method"):
+        known = [s for s in sizes if memory(result, method, **{size: s}, **where) > 0]
+        peaks = [memory(result, method, **{size: s}, **where) for s in known]
+        look = style.line(method) if method != STEP else {**style.line(method), "linestyle": ":", "linewidth": 1.2, "marker": ""}
+        left.plot(known, [peak / MB for peak in peaks], **look)
+        if method not in (m.MAML, m.IMAML):
+            ratios = [peak / memory(result, m.FO_MAML, **{size: s}, **where) for s, peak in zip(known, peaks, strict=True)]
+            right.plot(known, ratios, **look)
+    left.set(ylabel="peak memory of a meta-step, MB", yscale="log")
+    right.set(ylabel="relative to FO-MAML", title="first-order methods")
+    right.axhspan(1 - MARGIN, 1 + MARGIN, color=style.INK, alpha=0.10, linewidth=0)
+    low, high = right.get_ylim()
+    right.set_ylim(min(low, 1 - 1.5 * MARGIN), max(high, 1 + 1.5 * MARGIN))
+    for one in (left, right):
+        one.set(xlabel=label)
+        one.set_xscale("log", base=2)
+        one.set_xticks(sizes)
+        style.plain_ticks(one.xaxis)
+    style.plain_ticks(left.yaxis)
+    left.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    handles, labels = left.get_legend_handles_labels()
+    style.legend(right, handles=handles, labels=labels)
+    return [Drawing(figure, alt=_alt(result, size, label, at, **where))]
+
+
+def table(result: Result[Any], size: str, at: str, **where: Any) -> Table:
+    """Megabytes at every size, and at the largest also relative to FO-MAML and the difference in copies of θ."""
+    sizes = sorted(result.distinct(size))
+    rows = []
+    for method in result.distinct("method"):
+        peaks = [memory(result, method, **{size: s}, **where) for s in sizes]
+        at_last = {size: sizes[-1], **where}
+        ratio, copies = peaks[-1] / memory(result, m.FO_MAML, **at_last), extra_copies(result, method, m.FO_MAML, **at_last)
+        rows.append((method, *map(_megabytes, peaks), _shown(ratio, ".2f"), _shown(copies, "+.1f") if method in m.FIRST_ORDER else None))
+    head = (*(f"MB, {at.format(s)}" for s in sizes), f"relative to FO-MAML at {at.format(sizes[-1])}", "the difference in copies of θ")
+    return Table(("method", *head), rows)
+
+
+def judge(result: Result[Any], size: str, at: str, **where: Any) -> Verdict:
+    """The claim's parts: FO-B-MAML within the margin of FO-MAML and Reptile at every size; MAML and iMAML above it at every size."""
+    sizes = sorted(result.distinct(size))
+    failed, parts = [], 0
+    for s in sizes:
+        here = {size: s, **where}
+        ours = memory(result, m.LOSS, **here)
+        for rival in (m.FO_MAML, m.REPTILE):
+            parts += 1
+            if not abs(ours / memory(result, rival, **here) - 1) <= MARGIN:
+                failed.append(_beyond(result, rival, at.format(s), **here))
+        for rival in (m.MAML, m.IMAML):
+            parts += 1
+            if not memory(result, rival, **here) > ours:
+                failed.append(f"{rival.partition(',')[0]} needs no more than it at {at.format(s)}")
+    measured = summary(result, size, at, **where)
+    if not failed:
+        reason = f"FO-B-MAML is within {MARGIN:.0%} of FO-MAML and Reptile, and below MAML and iMAML, at every size."
+        return Verdict("reproduced", measured, f"{reason} {_above_a_step(result, size, **where)}")
+    reason = f"{parts - len(failed)} of {parts} comparisons hold, but {'; '.join(failed)}. {_above_a_step(result, size, **where)}"
+    return Verdict("partly" if len(failed) < parts else "not", measured, reason)
+
+
+def _above_a_step(result: Result[Any], size: str, **where: Any) -> str:
+    """What a meta-step needs beyond a training step on the same examples."""
+    places = [{size: s, **where} for s in sorted(result.distinct(size))]
+    ratios = [memory(result, m.LOSS, **here) / memory(result, STEP, **here) - 1 for here in places]
+    return (
+        f"It is {min(ratios):.1%} to {max(ratios):.1%} above one plain training step, which has no θ to return to and no meta-gradient."
+    )
+
+
+def summary(result: Result[Any], size: str, at: str, **where: Any) -> str:
+    """The numbers at the largest size, and the widest distance from FO-MAML at any."""
+    sizes = sorted(result.distinct(size))
+    last = {size: sizes[-1], **where}
+    mb = {method: megabytes(memory(result, method, **last)) for method in METHODS}
+    ranges = []
+    for method in (m.LOSS, m.GRADIENT):
+        apart = [memory(result, method, **{size: s}, **where) / memory(result, m.FO_MAML, **{size: s}, **where) - 1 for s in sizes]
+        ranges.append(f"{min(apart):+.1%} to {max(apart):+.1%}")
+    return (
+        f"At {at.format(sizes[-1])} a meta-step needs {mb[m.LOSS]} MB with FO-B-MAML, {mb[m.GRADIENT]} with its gradient "
+        f"nudge, {mb[m.FO_MAML]} with FO-MAML, {mb[m.REPTILE]} with Reptile, {mb[m.IMAML]} with iMAML and {mb[m.MAML]} "
+        f"with MAML (a plain training step: {mb[STEP]}); over all sizes FO-B-MAML's differs from FO-MAML's by {ranges[0]}, with "
+        f"the gradient nudge by {ranges[1]}."
+    )
+
+
+def extra_copies(result: Result[Any], method: str, than: str, **where: Any) -> float:
+    """How much more one method needs than another, in copies of the parameters."""
+    found = result.values("parameters", method=method, **where)
+    return (memory(result, method, **where) - memory(result, than, **where)) / found[0] if found else math.nan
+
+
+def cells(size: str, sizes: tuple[int, ...]) -> list[Cell]:
+    """One for each size and method."""
+    return [{size: s, "method": method} for s in sizes for method in METHODS]
+
+
+def _beyond(result: Result[Any], rival: str, place: str, **here: Any) -> str:
+    ours, theirs = memory(result, m.LOSS, **here), memory(result, rival, **here)
+    copies = extra_copies(result, m.LOSS, rival, **here)
+    return f"at {place} FO-B-MAML is {ours / theirs - 1:+.0%} from {rival}, {copies:.1f} copies of the parameters"
+
+
+def megabytes(peak: float) -> str:
+    """Bytes as megabytes, without exponents.
+
+    Example:
+        >>> megabytes(1234567), megabytes(2517000000)
+        ('1.23', '2517')
+    """
+    return f"{peak / MB:.3g}" if peak < 1000 * MB else f"{peak / MB:.0f}"
+
+
+def _megabytes(peak: float) -> Shown:
+    return Shown(peak, "–" if math.isnan(peak) else megabytes(peak))
+
+
+def _shown(value: float, spec: str) -> Shown:
+    return Shown(value, "–" if math.isnan(value) else format(value, spec))
+
+
+def _alt(result: Result[Any], size: str, label: str, at: str, **where: Any) -> str:
+    last = max(result.distinct(size))
+    found = {method: memory(result, method, **{size: last}, **where) for method in result.distinct("method")}
+    ends = ", ".join(f"{method} {megabytes(peak)} MB" for method, peak in found.items() if peak > 0)
+    return f"Peak memory of a meta-step against {label}, logarithmic, and relative to FO-MAML. At {at.format(last)}: {ends}."

@@ -1,0 +1,47 @@
+"""Training on Omniglot: where the tasks come from, what is trained, and when it is tested."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from metanudge.estimators import Estimator
+from metanudge.models import Conv4
+from metanudge.tasks import Episodes, Omniglot
+from metanudge.training.errors import UserError
+from metanudge_lab.experiments import fewshot
+from metanudge_lab.experiments import methods as m
+from metanudge_lab.experiments.glyphs import glyph_tasks
+
+FIVE_WAY, TWENTY_WAY = ("5-way 1-shot", "5-way 5-shot"), ("20-way 1-shot", "20-way 5-shot")
+
+
+def watched(iterations: int) -> list[int]:
+    """After which meta-steps a run is tested.
+
+    Example:
+        >>> watched(2000)
+        [125, 250, 500, 1000, 1500, 2000]
+    """
+    return sorted({max(1, round(iterations * share)) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)})
+
+
+def make_trial(
+    setting: str, estimator: Estimator, *, queries: int, channels: int, glyphs: bool, seed: int, device: torch.device
+) -> tuple[fewshot.Trial, str]:
+    """What is trained in a setting such as "5-way 1-shot", and the name of its data."""
+    ways, shots = map(int, re.findall(r"\d+", setting))
+    source, name = tasks_of(ways, shots, queries, glyphs=glyphs, seed=seed, device=device)
+    model = m.seeded(seed, lambda: Conv4(ways=ways, channels=channels), device)
+    return fewshot.Trial(model, estimator, source), name
+
+
+def tasks_of(ways: int, shots: int, queries: int, *, glyphs: bool, seed: int, device: torch.device) -> tuple[Episodes, str]:
+    """Omniglot from a folder or the cache, or invented characters where they are allowed in its place."""
+    try:
+        return Omniglot(ways, shots, queries, seed=seed, split_by="random", download=False, device=device), "Omniglot"
+    except FileNotFoundError as error:
+        if glyphs:
+            return glyph_tasks(ways, shots, queries, seed=seed, device=device), "invented characters"
+        raise UserError(f"{error} `metanudge data omniglot` fetches it; METANUDGE_DATA names a folder that has it.") from error

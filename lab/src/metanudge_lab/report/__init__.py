@@ -1,0 +1,13 @@
+"""From rows to a page: every experiment with its figure, the paper's claim, what we measured and whether the claim held.
+
+FOLDER/figures/NAME.png, .svg    drawn from the rows
+FOLDER/report.html               one self-contained page: no network, light and dark, readable on a phone and in print
+FOLDER/RESULTS.md                the same in Markdown
+"""
+
+from metanudge_lab.report.entries import Entry, gather
+from metanudge_lab.report.markdown import markdown
+from metanudge_lab.report.page import page
+from metanudge_lab.report.write import write
+
+__all__ = ["Entry", "gather", "markdown", "page", "write"]

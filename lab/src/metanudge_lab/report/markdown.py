@@ -1,0 +1,65 @@
+"""RESULTS.md: the report for readers of the repository."""
+
+from __future__ import annotations
+
+from metanudge_lab.experiments.base import Table
+from metanudge_lab.report.entries import Entry, text_of
+from metanudge_lab.report.figures import file_name
+
+
+def markdown(entries: list[Entry]) -> str:
+    """The whole text, generated from the rows."""
+    head = [
+        "# Results",
+        "",
+        "The paper's figures and tables, measured anew. `metanudge report` writes this page from the rows beside it; do not edit it.",
+        "",
+        "| experiment | in the paper | verdict | measured |",
+        "|---|---|---|---|",
+    ]
+    summary = [
+        f"| [{entry.name}](#{entry.name}) | {_cell(entry.experiment.where)} | {_status(entry)} | {_cell(entry.gist) or '–'} |"
+        for entry in entries
+    ]
+    return "\n".join([*head, *summary, *(line for entry in entries for line in _section(entry))]) + "\n"
+
+
+def _section(entry: Entry) -> list[str]:
+    lines = [
+        "",
+        f"## {entry.name}",
+        "",
+        f"**{entry.experiment.title}** ({entry.experiment.where})",
+        "",
+        f"*{entry.whose}:* {entry.experiment.claim}",
+        "",
+    ]
+    if entry.result is None:
+        return [*lines, f"Not run yet: `{entry.command}`."]
+    lines += [f"*Ours:* {entry.measured}", "", f"*Verdict:* **{_status(entry)}**. {entry.reason}", ""]
+    if entry.aside:
+        lines += [entry.aside, ""]
+    for drawing in entry.drawings:
+        lines += [f"![{_cell(drawing.alt)}](figures/{file_name(entry.name, drawing)}.png)", ""]
+    if entry.table is not None:
+        lines += [*_table(entry.table), ""]
+    if entry.experiment.notes:
+        lines += [entry.experiment.notes, ""]
+    facts = [*entry.settings, *entry.facts]
+    lines.append("Settings: " + "; ".join(f"{key} {value}" for key, value in facts) + ".")
+    lines += ["", *(f"Measured on: {'; '.join(value for _, value in machine)}." for machine in entry.machines)]
+    return lines
+
+
+def _table(table: Table) -> list[str]:
+    rows = [" | ".join(_cell(text_of(value)) for value in row) for row in table.rows]
+    return [f"| {' | '.join(map(_cell, table.header))} |", "|" + "---|" * len(table.header), *(f"| {row} |" for row in rows)]
+
+
+def _status(entry: Entry) -> str:
+    quick = " (quick)" if entry.result is not None and entry.result.mode == "quick" else ""
+    return entry.status + quick
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
