@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
 
 # Every unit (a module or a folder of the package) may import units of lower layers, and of its own layer.
 LAYERS = (
-    {"version"},
+    {"version", "near"},
     {"params", "task"},
     {"proximal"},
     {"problem"},
@@ -28,19 +28,18 @@ LAYERS = (
     {"engine_choice", "evaluation"},
     {"learner", "gradcheck", "bilevel"},
     {"training"},
-    {"experiments", "report", "bench"},
     {"cli", "__main__"},
 )
 LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
 
 # Units beside the layers, and all they may know of the package; only `training` and what stands on it may import them.
-APART: dict[str, set[str]] = {"optim": set(), "models": set(), "tasks": {"task"}}
+APART: dict[str, set[str]] = {"optim": set(), "models": {"near"}, "tasks": {"near", "task"}}
 USERS_OF_APART = LAYER["training"]
 
 # What may be loaded besides the standard library: when a module is imported, and inside the functions that need it.
 EAGER = {"torch", "numpy", "metanudge"}
 LAZY_IN_TASKS = {"PIL", "pooch"}
-MAY_LOAD_MORE = {"training", "experiments", "report", "bench", "cli", "__main__"}
+MAY_LOAD_MORE = {"training", "cli", "__main__"}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ layer as `head`, for methods that adapt the head and share the rest.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from metanudge.near import near
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -217,7 +218,5 @@ def build(name: str, **options: Any) -> nn.Module:
 
 def _known(name: str, names: Sequence[str] | dict[str, Any], what: str) -> str:
     if name not in names:
-        found = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.4)
-        hint = f" Did you mean {found[0]!r}?" if found else ""
-        raise ValueError(f"There is no {what} {name!r}.{hint} The choices are {', '.join(names)}.")
+        raise ValueError(f"There is no {what} {name!r}.{near(name, names)} The choices are {', '.join(names)}.")
     return name

@@ -62,7 +62,7 @@ def test_a_rival_gives_the_meta_gradient_of_its_method(rival: Contender, case: s
 
 def test_bettys_imaml_is_imaml_where_its_conjugate_gradient_is_right() -> None:
     """With one iteration; from the second on its search directions differ from those of the conjugate gradient."""
-    pytest.importorskip("betty", reason="not installed: pip install 'metanudge[rivals]'")
+    pytest.importorskip("betty", reason="not installed: pip install 'metanudge-lab[rivals]'")
     workload = work_of("sinusoid", lam=2.0)
     expected = ours_of(workload, IMAML(cg_steps=1))
     prepared = betty.prepare(workload, cg_steps=1)

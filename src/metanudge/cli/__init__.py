@@ -1,36 +1,24 @@
 """The command line: `metanudge COMMAND …`, or `python -m metanudge COMMAND …`.
 
-A command is a module of this package with `HELP: str` (one line) and `run(argv: list[str]) -> int`; it is listed in `COMMANDS` and
-imported when it is called, so that `--help` is instant.
+A command is a module with `run(argv: list[str]) -> int`; it is listed in `metanudge.cli.commands` and imported when it is called, so that
+`--help` is instant.
 """
 
 from __future__ import annotations
 
 import ctypes
-import difflib
 import importlib
-import importlib.util
 import os
 import sys
 import time
 
 from metanudge.cli import errors
+from metanudge.cli.commands import OWN, available, whence
 from metanudge.cli.errors import guarded
 from metanudge.cli.warnings import plain_warnings
+from metanudge.near import near
 from metanudge.training.errors import EXIT_BAD_INPUT
 from metanudge.version import __version__
-
-# One line each, here and not in the modules, because importing those may load torch.
-COMMANDS = {
-    "train": "meta-train a few-shot learner, or resume a run",
-    "eval": "accuracy of a trained run on held-out tasks",
-    "adapt": "adapt a trained run to your own examples and predict",
-    "reproduce": "measure the paper's figures and tables anew",
-    "report": "one page of all results, with figures and verdicts",
-    "bench": "speed and memory, side by side with other libraries",
-    "data": "list, fetch and verify the data sets",
-    "doctor": "check the installation with a short self-test",
-}
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
@@ -46,7 +34,6 @@ examples:
   metanudge train omniglot --ways 20 --estimator fomaml    another data set, another estimator
   metanudge train photos/ --shots 5                        your own: one sub-folder per class
   metanudge train --resume runs/mnist1d-20260101-120000    go on where a run stopped
-  metanudge reproduce all --quick                          the paper's figures and tables, and a page about them
   torchrun --nproc-per-node=4 -m metanudge train omniglot  many processes
 
 exit codes: 0 done · 2 bad input · 4 NaN or Inf · 5 out of memory · 130 Ctrl-C · 143 SIGTERM (both after saving)
@@ -58,21 +45,21 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_USAGE.format(commands="\n".join(f"  {name:<9} {text}" for name, text in available().items())))
+        print(_USAGE.format(commands="\n".join(f"  {name:<9} {command.help}" for name, command in available().items())))
         return 0 if arguments else EXIT_BAD_INPUT
     name, rest = arguments[0], arguments[1:]
     if name in ("--version", "-V"):
         print(f"metanudge {__version__}")
         return 0
-    if name not in available():
-        found = difflib.get_close_matches(name, available(), n=1, cutoff=0.4)
-        hint = f" Did you mean {found[0]!r}?" if found else ""
-        errors.report(f"error: there is no command {name!r}.{hint} The commands are {', '.join(available())}.")
+    command = OWN.get(name) or available().get(name)
+    if command is None:
+        names = available()
+        errors.report(f"error: there is no command {name!r}.{whence(name) or near(name, names)} The commands are {', '.join(names)}.")
         return EXIT_BAD_INPUT
     _wait_politely_on_a_busy_machine()
     _keep_freed_memory()
     with plain_warnings():
-        return guarded(lambda: importlib.import_module(f"metanudge.cli.{name}").run(rest))
+        return guarded(lambda: importlib.import_module(command.module).run(rest))
 
 
 def _keep_freed_memory() -> None:
@@ -114,8 +101,3 @@ def _cpu_ticks() -> tuple[int, int]:
     with open("/proc/stat", encoding="ascii") as stat:
         ticks = [int(field) for field in stat.readline().split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)
-
-
-def available() -> dict[str, str]:
-    """The commands whose modules are there."""
-    return {name: text for name, text in COMMANDS.items() if importlib.util.find_spec(f"metanudge.cli.{name}") is not None}

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from metanudge.training.evaluation import Progress
     from metanudge.training.use import Classifier, Prediction
 
-HELP = "adapt a run to new classes from a few examples, and label files"
-
 EXAMPLES = """
 examples:
   metanudge adapt runs/omniglot --support few/ --predict unknown/ --out labels.csv

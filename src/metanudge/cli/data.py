@@ -13,8 +13,6 @@ from typing import Annotated
 
 import tyro
 
-HELP = "list, fetch and verify the data sets"
-
 EXAMPLES = """
 examples:
   metanudge data list               what there is, where it lies, its licence
@@ -68,7 +66,7 @@ class DataOptions:
 def run(argv: list[str]) -> int:
     """Run the command."""
     options = tyro.cli(DataOptions, args=argv, prog="metanudge data", description=f"{cleandoc(DataOptions.__doc__ or '')}\n{EXAMPLES}")
-    from metanudge.training.config import near
+    from metanudge.near import near
     from metanudge.training.errors import UserError
 
     if options.action == "list":
@@ -101,7 +99,7 @@ def find_files(name: str) -> list[Path]:
 
 
 def _known(name: str) -> str:
-    from metanudge.training.config import near
+    from metanudge.near import near
     from metanudge.training.errors import UserError
 
     if name.lower().replace("-", "") not in SETS:

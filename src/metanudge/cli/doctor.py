@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from metanudge import TaskBatch
 
-HELP = "versions, devices and data, and a self-test of the meta-gradients (under 10 seconds)"
-
 OPTIONAL = {"tensorboard": "metanudge train --tensorboard", "wandb": "metanudge train --wandb"}
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 PLOTS = (".png", ".svg", ".pdf")
 
-HELP = "accuracy of a run on unseen tasks: confidence interval, per class, against adaptation steps"
-
 EXAMPLES = """
 examples:
   metanudge eval runs/first                                  1000 test tasks

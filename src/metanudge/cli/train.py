@@ -15,8 +15,6 @@ from metanudge.training.errors import UserError
 from metanudge.training.files import read_text
 from metanudge.training.trust import check_trust
 
-HELP = "meta-train a few-shot learner, or resume a run"
-
 _DESCRIPTION = """Meta-train a few-shot learner: metanudge train DATA [OPTIONS]
 
 Examples:

@@ -5,7 +5,6 @@ E. M. Chayti and M. Jaggi, A New First-Order Meta-Learning Algorithm with Conver
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from metanudge.engines.inner import NudgedOracle
 from metanudge.estimators.base import MetaGradient
 from metanudge.estimators.identity import add_partials, add_response, centre_shift, query_gradient
 from metanudge.estimators.stencils import STENCILS, StencilName
+from metanudge.near import near
 from metanudge.params import Params, norm, tiled
 from metanudge.problem import Nudge, Problem
 from metanudge.proximal import Custom, Diagonal
@@ -268,6 +268,5 @@ def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _check_nu(nu: Any) -> None:
     if isinstance(nu, str):
-        hint = " Did you mean 'auto'?" if difflib.get_close_matches(nu.lower(), ["auto"]) else ""
-        raise ValueError(f'Unknown nu {nu!r}.{hint} Give a positive number, or "auto" to have it chosen.')
+        raise ValueError(f'Unknown nu {nu!r}.{near(nu.lower(), ["auto"])} Give a positive number, or "auto" to have it chosen.')
     check_positive(nu, "nu", "Start with 0.1; smaller values need more precise inner solves.")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from metanudge.near import near
 from metanudge.params import Params, dot
 from metanudge.proximal.base import Force
 from metanudge.proximal.diagonal import Diagonal, multiply_by
@@ -30,9 +30,10 @@ class LogStiffness(nn.Module):
     def __init__(self, lam: Stiffness, per: Per, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         if per not in get_args(Per):
-            near = difflib.get_close_matches(str(per), get_args(Per), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"Unknown learn_lam {per!r}.{hint} Choose one of: {', '.join(get_args(Per))}; leave it out for a fixed λ.")
+            names = get_args(Per)
+            raise ValueError(
+                f"Unknown learn_lam {per!r}.{near(per, names)} Choose one of: {', '.join(names)}; leave it out for a fixed λ."
+            )
         if callable(lam) and not isinstance(lam, (Tensor, Mapping)):
             raise ValueError(
                 f"learn_lam={per!r} learns numbers, but lam is an operator. Give a number or a mapping for lam, or leave learn_lam out."

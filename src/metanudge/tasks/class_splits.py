@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from metanudge.near import near
 from metanudge.tasks.draws import choose, episode_keys, root_key
-from metanudge.tasks.episodes import SPLITS, Split, check_split, near
+from metanudge.tasks.episodes import SPLITS, Split, check_split
 
 _STREAM = len(SPLITS)  # a random stream of its own, next to those of the three splits
 

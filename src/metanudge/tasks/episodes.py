@@ -7,7 +7,6 @@ no more than `source.task(0)`.
 from __future__ import annotations
 
 import copy
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import count as count_from
@@ -18,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from metanudge.near import near
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tasks.draws import Keys, episode_keys, root_key
 
@@ -179,17 +179,6 @@ def check_split(split: str) -> None:
     """Raise `ValueError` for anything but "train", "val" and "test"."""
     if split not in SPLITS:
         raise ValueError(f"There is no split {split!r}.{near(split, SPLITS)} The splits are {', '.join(SPLITS)}.")
-
-
-def near(name: object, names: Iterable[str]) -> str:
-    """ " Did you mean …?" for an error message, or nothing when no name is close.
-
-    Example:
-        >>> near("validation", ["train", "val", "test"])
-        " Did you mean 'val'?"
-    """
-    found = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.4)
-    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def _as_indices(indices: Iterable[int]) -> NDArray[np.int64]:

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from metanudge.near import near
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import near
 from metanudge.tasks.omniglot_archive import DRAWERS
 from metanudge.tasks.omniglot_files import load_omniglot
 from metanudge.tasks.omniglot_splits import random_split, vinyals_split

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metanudge.tasks.episodes import near
+from metanudge.near import near
 from metanudge.tasks.names import shown, some
 
 DELIMITERS = (",", ";", "\t", "|")

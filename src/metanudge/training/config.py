@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from metanudge.near import near
 from metanudge.training.errors import UserError
 from metanudge.training.trust import printable
 
@@ -208,12 +208,6 @@ _LEAST = {
 def flag(name: str) -> str:
     """A field as the command line spells it."""
     return "--" + name.replace("_", "-")
-
-
-def near(name: str, names: Any) -> str:
-    """ " Did you mean …?" for an error message, or nothing when no name is close."""
-    found = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)
-    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def _typed(name: str, value: Any, kind: Any, where: str) -> Any:

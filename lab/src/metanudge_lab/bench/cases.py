@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metanudge import models
+from metanudge.near import near
 from metanudge.task import TaskBatch
 from metanudge.training.errors import UserError
 from metanudge_lab.bench.workload import Shape, Workload
@@ -143,7 +143,5 @@ def find_cases(names: tuple[str, ...]) -> list[Case]:
     """The cases of these names, all of them for none; `UserError` suggests the nearest for an unknown name."""
     for name in names:
         if name not in CASES:
-            near = difflib.get_close_matches(name, CASES, n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"There is no case {name!r}.{hint} The cases are {', '.join(CASES)}.")
+            raise UserError(f"There is no case {name!r}.{near(name, CASES)} The cases are {', '.join(CASES)}.")
     return [CASES[name] for name in dict.fromkeys(names or CASES)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metanudge.near import near
 from metanudge.training.errors import UserError
 from metanudge_lab.bench.workload import Workload
 
@@ -94,7 +94,7 @@ def choose(contenders: Sequence[Contender], patterns: Sequence[str]) -> list[Con
     names = [contender.name for contender in contenders]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"No contender is called {pattern!r}.{hint} The contenders are {', '.join(names)}; * stands for anything.")
+            raise UserError(
+                f"No contender is called {pattern!r}.{near(pattern, names)} The contenders are {', '.join(names)}; * stands for anything."
+            )
     return [c for c in contenders if not patterns or any(fnmatch.fnmatchcase(c.name, pattern) for pattern in patterns)]

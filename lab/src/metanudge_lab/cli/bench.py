@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from metanudge_lab.bench.tables import Table
 
-HELP = "speed, memory and distance to the roofline, side by side with other libraries"
-
 EXAMPLES = """
 examples:
   metanudge bench                                              every case, every contender
@@ -25,8 +23,8 @@ examples:
   metanudge bench --case mnist1d --scaling                     against tasks, steps and shots
   metanudge bench --case omniglot --rounding                   what fp32, TF32 and bf16 do to the meta-gradient
   metanudge bench --draw results/bench/omniglot-cuda-tf32.json
-  python -m metanudge_lab.bench --device cuda                      the same where only torch and numpy are installed
-  pip install 'metanudge[rivals]'                              the other libraries
+  python -m metanudge_lab.bench --device cuda                  the same where only torch and numpy are installed
+  pip install 'metanudge-lab[rivals]'                          the other libraries
 """
 
 

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import tyro
 
-HELP = "one self-contained page from the results: figures, claims, verdicts"
-
 
 @dataclass(frozen=True)
 class ReportOptions:

@@ -16,8 +16,6 @@ from metanudge.training.errors import EXIT_BAD_INPUT, UserError
 if TYPE_CHECKING:
     from metanudge_lab.report import Entry
 
-HELP = "measure the paper's figures and tables anew and judge its claims"
-
 EXAMPLES = """
 examples:
   metanudge reproduce gradient-quality --quick     one figure, in a minute or so

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import time
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from metanudge.near import near
 from metanudge.training.errors import UserError
 from metanudge_lab.experiments import available, store
 from metanudge_lab.experiments.base import Cell, Experiment, Measured, Mode, Result, json_safe, label
@@ -102,8 +102,7 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     known, asked = available(), tuple(names)
     for name in asked:
         if name not in (*known, "all"):
-            near = difflib.get_close_matches(name.replace("_", "-"), (*known, "all"), n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = near(name.replace("_", "-"), (*known, "all"))
             raise UserError(f"There is no experiment {name!r}.{hint} The experiments are {', '.join(known)}; all runs every one.")
     return known if "all" in asked else tuple(dict.fromkeys(asked))
 

@@ -79,5 +79,5 @@ def prepare(workload: Workload, *, cg_steps: int = 5) -> Prepared:
 
 
 CONTENDERS = (
-    Contender("betty-imaml", "iMAML, 5 CG steps, betty", "betty-ml", "iMAML", prepare, "betty", "pip install 'metanudge[rivals]'"),
+    Contender("betty-imaml", "iMAML, 5 CG steps, betty", "betty-ml", "iMAML", prepare, "betty", "pip install 'metanudge-lab[rivals]'"),
 )

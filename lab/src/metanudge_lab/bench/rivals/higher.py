@@ -51,7 +51,7 @@ def prepare_fomaml(workload: Workload) -> Prepared:
     return Prepared(step, lambda: counts.fomaml(workload))
 
 
-_INSTALL = "pip install 'metanudge[rivals]'"
+_INSTALL = "pip install 'metanudge-lab[rivals]'"
 CONTENDERS = (
     Contender("higher-maml", "MAML, higher", "higher", "MAML", prepare_maml, "higher", _INSTALL),
     Contender("higher-fomaml", "FO-MAML, higher", "higher", "FO-MAML", prepare_fomaml, "higher", _INSTALL),

@@ -60,7 +60,7 @@ def prepare_fomaml(workload: Workload) -> Prepared:
     return Prepared(step, lambda: counts.fomaml(workload))
 
 
-_INSTALL = "pip install 'metanudge[rivals]'"
+_INSTALL = "pip install 'metanudge-lab[rivals]'"
 CONTENDERS = (
     Contender("torchopt-maml", "MAML, TorchOpt", "torchopt", "MAML", prepare_maml, "torchopt", _INSTALL),
     Contender("torchopt-fomaml", "FO-MAML, TorchOpt", "torchopt", "FO-MAML", prepare_fomaml, "torchopt", _INSTALL),
