@@ -3,8 +3,8 @@
     model, loss, tasks = logistic_regression(seed=1)
     learner = mn.MetaLearner(model, loss, lam=2.0, ...)
 
-Models are in training mode; inputs are standard normal; classification targets follow a random teacher of each task. Those that the
-experiments use as well live in `metanudge_lab.experiments.problems`.
+Models are in training mode; inputs are standard normal; classification targets follow a random teacher of each task. The
+first of them come from `metanudge.testing.problems`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metanudge import TaskBatch
-from metanudge_lab.experiments.problems import (
-    Setup,
-    classification_tasks,
-    log_slope,
-    logistic_regression,
-    mlp,
-    relative_error,
-    seeded,
-    vector,
-)
+from metanudge.testing.problems import Setup, classification_tasks, log_slope, logistic_regression, mlp, relative_error, seeded, vector
 
 __all__ = [
     "Quadratic",

@@ -27,6 +27,7 @@ LAYERS = (
     {"estimators", "tuning"},
     {"engine_choice", "evaluation"},
     {"learner", "gradcheck", "bilevel"},
+    {"testing"},
     {"training"},
     {"cli", "__main__"},
 )

@@ -13,9 +13,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import metanudge as mn
-from allocations import Allocations, trainable_bytes
 from conformance import Snapshot, attention, check_chunks, check_engines_agree, check_pure, gradient, learner_for
 from implicit import implicit, squared_distance
+from metanudge.testing.memory import Allocations, trainable_bytes
 from problems import Setup, classification_tasks, relative_error, seeded
 
 # torch's own forward-mode decompositions are scripted on first use.

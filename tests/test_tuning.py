@@ -15,8 +15,8 @@ from torch import nn
 import metanudge as mn
 from metanudge.engines import InplaceEngine, StackedEngine
 from metanudge.estimators import meta_gradient
+from metanudge.testing.curvature import curvature
 from metanudge.tuning import LADDER, NuTuner, best_nu, credible, estimate_nu, step_aware
-from metanudge_lab.experiments.auto_nu import curvature
 from problems import Setup, classification_tasks, logistic_regression, mlp, quadratic, relative_error, seeded
 
 AUTO = mn.FOBMAML(nu="auto")

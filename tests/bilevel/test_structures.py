@@ -11,8 +11,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import metanudge as mn
-from allocations import Allocations
 from bilevel_problems import ridge
+from metanudge.testing.memory import Allocations
 from problems import mlp, relative_error
 
 DOUBLE = {"dtype": torch.float64}

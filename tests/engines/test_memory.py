@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import metanudge as mn
-from allocations import Allocations, trainable_bytes
 from conformance import by_hand, learner_for
+from metanudge.testing.memory import Allocations, trainable_bytes
 from problems import Setup, classification_tasks, relative_error, seeded
 
 TOLERANCE = 0.05

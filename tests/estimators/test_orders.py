@@ -12,7 +12,7 @@ import pytest
 
 import metanudge as mn
 from metanudge.solvers import Solver
-from metanudge_lab.experiments.inexact import EXACTLY, OffBy
+from metanudge.testing.inexact import EXACTLY, OffBy
 from problems import Setup, log_slope, logistic_regression, mlp, relative_error
 
 PROBLEMS = {

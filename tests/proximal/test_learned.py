@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import metanudge as mn
-from allocations import Allocations, trainable_bytes
 from conformance import learner_for, small
 from implicit import implicit
+from metanudge.testing.memory import Allocations, trainable_bytes
 from problems import Setup, quadratic, relative_error, seeded
 
 # torch's own forward-mode decompositions are scripted on first use.

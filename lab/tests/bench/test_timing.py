@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from metanudge_lab.bench.memory import peak_memory
+from metanudge.testing.memory import peak_memory
 from metanudge_lab.bench.timing import Times, round_robin, timed
 
 CPU = torch.device("cpu")

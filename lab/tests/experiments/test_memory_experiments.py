@@ -9,7 +9,7 @@ from torch import nn
 import metanudge as mn
 from metanudge.models import TransformerBlock
 from metanudge.task import Task
-from metanudge_lab.bench.memory import trainable_bytes
+from metanudge.testing.memory import trainable_bytes
 from metanudge_lab.experiments import memory, memory_cnn, memory_steps
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Measured, Result

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 import metanudge as mn
+from metanudge.testing.inexact import OffBy
+from metanudge.testing.problems import logistic_regression, relative_error
 from metanudge_lab.experiments import bias_rates, complexity, convergence, lambda_effect, nu_sensitivity, spending
 from metanudge_lab.experiments import quadratics as q
 from metanudge_lab.experiments.base import Measured, Result, Row
-from metanudge_lab.experiments.inexact import OffBy
 from metanudge_lab.experiments.meta_objectives import MetaObjective, Regression, Rippled
 from metanudge_lab.experiments.meta_optimizers import FINER, OPTIMIZERS, fastest, first_below, lowest_end, mean_of_last, run
-from metanudge_lab.experiments.problems import displacements, landscape, logistic_regression, relative_error, small_conv_net
+from metanudge_lab.experiments.problems import displacements, landscape, small_conv_net
 from metanudge_lab.experiments.smoothness import envelope, smoothness
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from metanudge.testing.memory import peak_memory
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Prepared
 from metanudge_lab.bench.cost import CostModel, cost_model
-from metanudge_lab.bench.memory import peak_memory
 from metanudge_lab.bench.ours import OURS
 from metanudge_lab.bench.peaks import Peaks, measure_peaks
 from metanudge_lab.bench.precision import precision

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import metanudge as mn
-from metanudge.engines import Cost, Inner, StackedEngine
-from metanudge.params import Params, norm, per_row
 from metanudge.problem import Nudge
 from metanudge.task import TaskBatch
 from metanudge.tasks import Quadratic
+from metanudge.testing.curvature import curvature
+from metanudge.testing.problems import Setup, relative_error, vector
 from metanudge_lab.experiments import style
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.spread import short
@@ -50,14 +49,6 @@ class Config:
     def full(cls) -> Config:
         """Half an hour on one core."""
         return cls()
-
-
-class Setup(NamedTuple):
-    """A model, its loss and tasks, in float64."""
-
-    model: nn.Module
-    loss: Callable[..., Tensor]
-    tasks: TaskBatch
 
 
 def quadratic(seed: int, tasks: int) -> Setup:
@@ -140,7 +131,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     def gradient(estimator: mn.FOBMAML | mn.Exact) -> tuple[Tensor, mn.Stats]:
         learner.estimator = estimator
         found, stats = learner.meta_gradient(tasks, metrics=False)
-        return _vector(found), stats
+        return vector(found), stats
 
     exact = None
     if name != "relu":  # Newton's method finds no optimum among the kinks
@@ -155,34 +146,13 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
         except mn.NonFiniteError:
             rows.append({"auto": nu is None, "nu": nu, "error_exact": math.nan, "error_steps": math.nan})
             continue
-        errors = {"error_exact": _error(estimate, exact) if exact is not None else None, "error_steps": _error(estimate, tangent)}
+        errors = {
+            "error_exact": relative_error(estimate, exact) if exact is not None else None,
+            "error_steps": relative_error(estimate, tangent),
+        }
         rows.append({"auto": nu is None, "nu": used.nu, **errors})
     growth = stats.residual / stats.residual_start
     return [{**row, "lr": learner.solver.lr, "residual_growth": growth, "smooth": exact is not None} for row in rows]
-
-
-def curvature(learner: mn.MetaLearner, tasks: TaskBatch) -> float:
-    """The largest curvature of the tasks' support losses at θ, by power iteration."""
-    with StackedEngine().session(learner.problem(), tasks, width=1, seed=0, cost=Cost()) as groups:
-        return max(_largest_curvature(inner) for inner in groups)
-
-
-def _largest_curvature(inner: Inner) -> float:
-    theta, generator = inner.zeros(inner.tasks), torch.Generator().manual_seed(0)
-    v = {n: torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator).to(leaf.device) for n, leaf in theta.items()}
-    for _ in range(30):
-        size = norm(v)
-        v = {n: leaf / per_row(size, leaf) for n, leaf in v.items()}
-        _, _, v = inner.data_hvp(theta, v, None, 0, None)
-    return float(norm(v).max())
-
-
-def _vector(gradient: Params) -> Tensor:
-    return torch.cat([leaf.flatten() for leaf in gradient.values()])
-
-
-def _error(estimate: Tensor, truth: Tensor) -> float:
-    return float((estimate - truth).norm() / truth.norm())
 
 
 @dataclass(frozen=True)

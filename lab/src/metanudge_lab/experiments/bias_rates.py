@@ -18,10 +18,11 @@ from metanudge.estimators.stencils import STENCILS
 from metanudge.params import Params
 from metanudge.problem import Nudge
 from metanudge.solvers import Solver
+from metanudge.testing.inexact import EXACTLY, OffBy
+from metanudge.testing.problems import Setup, log_slope, logistic_regression, mlp, relative_error
 from metanudge_lab.experiments import style
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
-from metanudge_lab.experiments.inexact import EXACTLY, OffBy
-from metanudge_lab.experiments.problems import Setup, displacements, log_slope, logistic_regression, mlp, relative_error, stable_rate
+from metanudge_lab.experiments.problems import displacements, stable_rate
 from metanudge_lab.experiments.spread import sentence, short
 
 LOGISTIC, PERCEPTRON = "logistic regression", "tanh perceptron"

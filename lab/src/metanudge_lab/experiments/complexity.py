@@ -14,11 +14,11 @@ import metanudge as mn
 from metanudge.estimators import Estimator
 from metanudge.solvers import Solver
 from metanudge.tasks import Quadratic
-from metanudge_lab.bench.memory import peak_memory, trainable_bytes
+from metanudge.testing.memory import peak_memory, trainable_bytes
+from metanudge.testing.problems import Setup, classification_tasks, relative_error, seeded
 from metanudge_lab.experiments import quadratics as q
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.complexity_figures import costs
-from metanudge_lab.experiments.problems import Setup, classification_tasks, relative_error, seeded
 from metanudge_lab.experiments.spending import GD, MEMORY, NESTEROV, NEVER, PRECISION, exponents, kappa, memory, memory_exponent, reach
 from metanudge_lab.experiments.spread import short
 

@@ -12,6 +12,7 @@ import torch
 
 import metanudge as mn
 from metanudge import optim
+from metanudge.testing.problems import log_slope
 from metanudge_lab.experiments import convergence_figures as figures
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.convergence_figures import count_of
@@ -30,7 +31,6 @@ from metanudge_lab.experiments.meta_optimizers import (
     lowest_end,
     tuned,
 )
-from metanudge_lab.experiments.problems import log_slope
 from metanudge_lab.experiments.smoothness import CONSTANTS, PAIRS, PATH, PROOF, smoothness
 from metanudge_lab.experiments.spread import Spread, short
 

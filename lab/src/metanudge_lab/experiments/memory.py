@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 import metanudge as mn
 from metanudge.task import Task
-from metanudge_lab.bench.memory import peak_memory, trainable_bytes
+from metanudge.testing.memory import peak_memory, trainable_bytes
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments import style
 from metanudge_lab.experiments.base import Cell, Drawing, Result, Row, Shown, Table, Verdict

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.task import Batch, TaskBatch
-from metanudge_lab.experiments.problems import Setup
+from metanudge.testing.problems import Setup
 
 
 class Values(NamedTuple):

@@ -14,9 +14,9 @@ from metanudge.estimators import Estimator
 from metanudge.params import Params
 from metanudge.proximal.lanczos import extreme_eigenvalues
 from metanudge.task import TaskBatch
+from metanudge.testing.problems import vector
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Row
-from metanudge_lab.experiments.problems import vector
 
 TARGETS = {"implicit": "implicit gradient", "steps": "gradient of the K steps"}
 

@@ -16,12 +16,13 @@ from metanudge.estimators import Estimator
 from metanudge.problem import Nudge
 from metanudge.task import TaskBatch
 from metanudge.tasks import Quadratic
+from metanudge.testing.inexact import OffBy
+from metanudge.testing.problems import log_slope, relative_error, vector
 from metanudge.tuning import step_aware
 from metanudge_lab.experiments import quadratics as q
 from metanudge_lab.experiments import style
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
-from metanudge_lab.experiments.inexact import OffBy
-from metanudge_lab.experiments.problems import log_slope, relative_error, small_conv_net, stable_rate, vector
+from metanudge_lab.experiments.problems import small_conv_net, stable_rate
 from metanudge_lab.experiments.spread import Spread, short
 
 QUADRATIC, SINGLE, NOISY = "quadratic", "quadratic in float32", "quadratic with noise"

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from metanudge.testing.problems import log_slope
 from metanudge_lab.experiments.base import Result, Row
-from metanudge_lab.experiments.problems import log_slope
 from metanudge_lab.experiments.spread import Spread
 
 GD, NESTEROV = "gradient descent", "Nesterov"

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-import metanudge as mn
 from metanudge.params import Params
-from metanudge.solvers import Oracle, Solution, Solver
+from metanudge.solvers import NewtonCG, Oracle, Solution, Solver
 
-EXACTLY = mn.NewtonCG(steps=30, cg_steps=60, tol=1e-13)
+EXACTLY = NewtonCG(steps=30, cg_steps=60, tol=1e-13)
 """Newton's method down to rounding error."""
 
 

@@ -1,6 +1,6 @@
 """Data hyper-cleaning: find wrong labels by learning a weight for every training example, on MNIST-1D with 40 % wrong labels.
 
-    python examples/hyper_cleaning.py --out runs/hyper_cleaning
+    python lab/examples/hyper_cleaning.py --out runs/hyper_cleaning
 
     inner:  φ*(x) = argmin_φ  mean_i σ(x_i) ℓ_i(φ) + l2 ‖φ‖²    over the training examples, 40 % of them with a wrong label
     outer:  F(x) = mean loss of φ*(x) on a small validation set with right labels
@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.tasks.mnist1d_recipe import NUM_CLASSES, generate
-from metanudge_lab.bench.memory import peak_memory
+from metanudge.testing.memory import peak_memory
 from metanudge_lab.experiments.provenance import provenance
 
 METHODS = {
