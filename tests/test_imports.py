@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import metanudge as mn
+from metanudge.cli import main
 
 PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
 
@@ -144,6 +145,26 @@ def test_the_rule_would_see_an_offence():
     assert not allowed(Import(init, 1, "metanudge.cli", True))
     assert allowed(Import(learner, 1, "metanudge.task", True))
     assert allowed(Import(tasks, 1, "metanudge.task", True))
+
+
+ROOT = PACKAGE.parents[1]
+
+
+def test_nothing_here_knows_the_lab():
+    """Not by a late import or a name in a string either; and core tests use no helper of the lab's tests."""
+    paths = {path for folder in ("src", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")} - {Path(__file__)}
+    assert len(paths) > 200
+    assert not [path for path in paths if "metanudge_lab" in path.read_text(encoding="utf-8")]
+    helpers = {path.stem for path in (ROOT / "lab" / "tests").glob("*.py")}
+    wrong = [f"{path}: {found.target}" for path in (ROOT / "tests").rglob("*.py") for found in imports_of(path) if found.top in helpers]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_training_works_without_the_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "metanudge_lab", None)
+    sizes = ["--iterations", "2", "--tasks", "2", "--eval-every", "0", "--test-tasks", "2"]
+    assert main(["train", "sinusoid", *sizes, "--device", "cpu", "--out", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "summary.json").is_file()
 
 
 def test_no_module_imports_itself_by_a_detour():

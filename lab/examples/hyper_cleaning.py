@@ -30,7 +30,7 @@ from torch.nn import functional as F
 import metanudge as mn
 from metanudge.tasks.mnist1d_recipe import NUM_CLASSES, generate
 from metanudge.testing.memory import peak_memory
-from metanudge_lab.experiments.provenance import provenance
+from metanudge_lab.provenance import provenance
 
 METHODS = {
     "FO-B-MAML symmetric": mn.FOBMAML(nu=0.1),
@@ -291,7 +291,7 @@ def spread(values: list[float], form: str) -> str:
 
 def plot(clean: Tensor, runs: list[Run], path: Path) -> None:
     """How the learned weights of right and of wrong labels are spread, method by method."""
-    from metanudge_lab.experiments.style import figure
+    from metanudge_lab.style import figure
 
     made, axes = figure(len(runs), 1, width=2.5 * len(runs), height=2.8, sharey=True, squeeze=False)
     for one, run in zip(axes[0], runs, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from metanudge_lab.experiments import style
+from metanudge_lab import style
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 
 

@@ -23,7 +23,7 @@ from metanudge_lab.bench.plots import draw
 from metanudge_lab.bench.rounding import in_float64, median, paths, ratio, root_mean_square, rounding
 from metanudge_lab.bench.suite import CONTENDERS
 from metanudge_lab.bench.workload import Workload
-from metanudge_lab.experiments.progress import Lines
+from metanudge_lab.progress import Lines
 from problems import relative_error
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.first_step import first_steps
 from metanudge_lab.bench.plots import draw
 from metanudge_lab.bench.run import run
-from metanudge_lab.experiments.progress import Lines
+from metanudge_lab.progress import Lines
 
 QUICK = BenchConfig(quick=True, repeats=2, warmup=1, first_step=False, device="cpu", threads=1)
 

@@ -19,7 +19,7 @@ from metanudge_lab.bench.run import show
 from metanudge_lab.bench.scaling import scale
 from metanudge_lab.bench.suite import CONTENDERS
 from metanudge_lab.bench.workload import Workload
-from metanudge_lab.experiments.progress import Lines
+from metanudge_lab.progress import Lines
 
 CPU = torch.device("cpu")
 QUICK = BenchConfig(quick=True, repeats=1, warmup=1, first_step=False, device="cpu", threads=1)

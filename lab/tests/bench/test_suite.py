@@ -13,7 +13,7 @@ from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Prepared, choose
 from metanudge_lab.bench.suite import CONTENDERS, compare
 from metanudge_lab.bench.workload import Workload
-from metanudge_lab.experiments.progress import Lines
+from metanudge_lab.progress import Lines
 
 CPU = torch.device("cpu")
 QUICK = BenchConfig(quick=True, repeats=2, warmup=1, first_step=False, device="cpu", threads=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from metanudge.training.errors import UserError
 from metanudge_lab.experiments import store
 from metanudge_lab.experiments.__main__ import main
 from metanudge_lab.experiments.base import json_safe
-from metanudge_lab.experiments.provenance import COMMIT_VARIABLE, commit_of
-from metanudge_lab.experiments.run import Options, check_names, choose_device, run
+from metanudge_lab.experiments.run import Options, check_names, run
+from metanudge_lab.provenance import COMMIT_VARIABLE, commit_of
 from toy_experiment import Config, toy
 
 
@@ -158,6 +159,25 @@ def test_the_commit_of_no_repository_is_unknown(tmp_path: Path, monkeypatch: pyt
     assert commit_of(tmp_path) == (None, None)
 
 
+def test_changes_in_any_package_count_and_notes_beside_them_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(COMMIT_VARIABLE, raising=False)
+    packages = [tmp_path / "lab", tmp_path / "core"]
+    for package in packages:
+        package.mkdir()
+        (package / "code.py").touch()
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "-A"], [*author, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    (tmp_path / "notes").touch()
+    commit, dirty = commit_of(*packages)
+    assert commit
+    assert dirty is False
+    (packages[1] / "code.py").write_text("changed")
+    assert commit_of(*packages) == (commit, True)
+    elsewhere = tmp_path.parent
+    assert commit_of(packages[0], elsewhere) == (commit, None), "what is not in this repository is not known"
+
+
 def test_the_file_is_json_with_a_row_a_line(options: Options) -> None:
     run(toy(), options)
     text = file_of(options).read_text(encoding="utf-8")
@@ -175,14 +195,6 @@ def test_names() -> None:
     assert len(check_names(["all"])) >= 2
     with pytest.raises(UserError, match=r"There is no experiment 'gradient_qualty'\. Did you mean 'gradient-quality'\?"):
         check_names(["gradient_qualty"])
-
-
-def test_devices() -> None:
-    assert choose_device("cpu").type == "cpu"
-    with pytest.raises(UserError, match="no device that torch knows"):
-        choose_device("gpu")
-    with pytest.raises(UserError, match="--device cuda:99: torch finds"):
-        choose_device("cuda:99")
 
 
 def test_the_bare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

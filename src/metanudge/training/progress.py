@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from metanudge.training.clock import clock
 from metanudge.training.stiffness import describe_stiffness
 from metanudge.training.trust import printable
 
@@ -137,18 +138,6 @@ class Pace:
         rate = (len(self._times) - 1) / max(self._times[-1] - self._times[0], 1e-9)
         pace = f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"
         return f"{pace} · ETA {clock(left / rate)}"
-
-
-def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss.
-
-    Example:
-        >>> clock(65), clock(3665)
-        ('1:05', '1:01:05')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def describe(values: dict[str, Any]) -> str:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +33,10 @@ from metanudge.tasks.standardise import Standardisation
 from metanudge.training import specs
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import Device, TrainConfig, flag
+from metanudge.training.device import device_called
 from metanudge.training.errors import UserError
 from metanudge.training.files import read_text
+from metanudge.training.precision import computing_in
 from metanudge.training.specs import Shapes, convert, known, normal, show, split_options
 from metanudge.training.trust import check_trust
 
@@ -186,13 +188,8 @@ def _some(names: list[str]) -> str:
 
 
 def choose_device(config: TrainConfig) -> torch.device:
-    """The device of a run; under torchrun each local rank has a GPU of its own."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no GPU"
-        raise UserError(f"--device cuda was asked for, but {why}. Use --device cpu, or --device auto to take what there is.")
-    if config.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    """The device of a run."""
+    return device_called(config.device)
 
 
 def build_source(config: TrainConfig, *, device: torch.device | None = None, remembered: DataShapes | None = None) -> Episodes:
@@ -365,23 +362,9 @@ def _with_image_size(config: TrainConfig, source: Episodes) -> str:
     return ",".join(f"{key}={value}" for key, value in given.items())
 
 
-@contextmanager
-def precision(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Compute in the precision that a configuration asks for."""
-    tf32 = config.precision == "tf32"
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
-    try:
-        if config.precision == "bf16":
-            # Without the cache of cast weights: inner solves overwrite parameters in place, and a cached copy would be stale.
-            with torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False):
-                yield
-        else:
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
+    """A context in which torch computes as a configuration asks for."""
+    return computing_in(config.precision, device)
 
 
 __all__ = ["CheckpointError", "Run", "build_learner", "build_source", "choose_device", "load", "precision", "read_config", "resolve"]

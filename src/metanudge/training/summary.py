@@ -14,12 +14,12 @@ from metanudge.evaluation import Evaluation
 from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
 from metanudge.tasks.images import is_picture
+from metanudge.training.clock import clock
 from metanudge.training.config import TrainConfig
 from metanudge.training.distributed import Group
 from metanudge.training.files import write_text
 from metanudge.training.metrics import read_metrics
 from metanudge.training.plots import learning_curve
-from metanudge.training.progress import clock
 from metanudge.training.runs import CURVE, METRICS, SUMMARY, choose_device
 from metanudge.training.stiffness import describe_stiffness, stiffness
 from metanudge.version import __version__

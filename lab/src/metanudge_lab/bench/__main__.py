@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(config: BenchConfig) -> int:
     """Run the benchmark and print plain tables."""
     from metanudge_lab.bench.run import run, show
-    from metanudge_lab.experiments.progress import Lines
+    from metanudge_lab.progress import Lines
 
     failed = 0
     for file, result in run(config, Lines()):

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from metanudge.training.config import Precision
+from metanudge.training.precision import computing_in
 from metanudge_lab.bench.contender import Work
 from metanudge_lab.bench.peaks import Peaks
-from metanudge_lab.bench.precision import Precision, precision
 from metanudge_lab.bench.workload import Workload
 
 
@@ -116,7 +117,7 @@ def cost_model(workload: Workload, name: Precision = "fp32") -> CostModel:
     device = workload.device
     counted = []
     for x, y in (workload.support, workload.query):
-        with precision(name, device), _Multiplications() as seen:
+        with computing_in(name, device), _Multiplications() as seen:
             workload.loss(model(x[0]), y[0])
         counted.append(tuple(seen.found))
     return CostModel(counted[0], counted[1], len(workload.tasks))

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from metanudge.training.precision import computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Prepared
 from metanudge_lab.bench.cost import Cost, cost_model
 from metanudge_lab.bench.peaks import Peaks, measure_peaks
-from metanudge_lab.bench.precision import precision
 from metanudge_lab.bench.suite import Result, context, enter, title_of, workload_of
 from metanudge_lab.bench.timing import round_robin
 
@@ -25,7 +25,7 @@ _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcp
 def explain(case: Case, contender: Contender, config: BenchConfig, device: torch.device) -> Result:
     """Cost, bound and profile of one contender's meta-step, as JSON values."""
     workload = workload_of(case, config, device)
-    with precision(config.precision, device):
+    with computing_in(config.precision, device):
         peaks = measure_peaks(device, config.precision, quick=config.quick)
         model = cost_model(workload, config.precision)
         entrant = enter(contender, workload, config)

@@ -59,9 +59,9 @@ def child() -> None:
     request = json.loads(sys.stdin.read())
     import torch
 
+    from metanudge.training.precision import computing_in
     from metanudge_lab.bench.cases import CASES
     from metanudge_lab.bench.contender import choose
-    from metanudge_lab.bench.precision import precision
     from metanudge_lab.bench.suite import CONTENDERS
 
     imported = time.time()
@@ -71,7 +71,7 @@ def child() -> None:
     workload = CASES[request["case"]].make(device, quick=request["quick"], **request["sizes"])
     (contender,) = choose(CONTENDERS, [request["contender"]])
     ends = []
-    with precision(request["precision"], device):
+    with computing_in(request["precision"], device):
         prepared = contender.prepare(workload)
         for _ in range(2):
             prepared.step()

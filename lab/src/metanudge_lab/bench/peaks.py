@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from metanudge_lab.bench.precision import Precision, precision
+from metanudge.training.config import Precision
+from metanudge.training.precision import computing_in
 from metanudge_lab.bench.timing import Times, timed
 
 
@@ -49,7 +50,7 @@ def measure_peaks(device: torch.device, name: Precision = "fp32", *, quick: bool
     sides, sizes = _SIDES[kind], _MEGABYTES[kind]
     if quick:
         sides, sizes = sides[:1], sizes[:2]
-    with precision(name, device), torch.no_grad():
+    with computing_in(name, device), torch.no_grad():
         flops = max(_product_rate(side, device, name) for side in sides)
     if kind == "cuda":  # on a small or crowded card, what fits
         sizes = tuple(size for size in sizes if size * 1e6 < 0.5 * torch.cuda.mem_get_info(device)[0]) or sizes[:1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from metanudge.training.files import replacing
 from metanudge_lab.bench import tables
-from metanudge_lab.experiments.style import INK, figure, legend, line
+from metanudge_lab.style import INK, figure, legend, line
 
 _OURS, _RIVAL = "#1f6fd6", "#a9b1bd"
 _PATHS = {"blocks": (_OURS, -0.16), "layer by layer": ("#e07b00", 0.16)}  # colour, and side of the tick

@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from metanudge.engines.compiled import compilation
 from metanudge.engines.stacked import runs_trunk
 from metanudge.problem import Objective, Problem
+from metanudge.training.config import Precision
+from metanudge.training.precision import computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Gradient
-from metanudge_lab.bench.precision import Precision, precision
 from metanudge_lab.bench.suite import Result, clear, context, describe, names, title_of, workload_of
 from metanudge_lab.bench.workload import Workload
-from metanudge_lab.experiments.progress import Progress
+from metanudge_lab.progress import Progress
 
 DEFAULT = ("fobmaml-loss", "fobmaml-gradient", "fomaml")
 BLOCKS, LAYERS = "blocks", "layer by layer"
@@ -55,7 +56,7 @@ class Cell:
 
     def gradient(self, workload: Workload) -> Gradient:
         """The mean meta-gradient of a workload."""
-        with compilation(self.compiled), precision(self.precision, workload.device):
+        with compilation(self.compiled), computing_in(self.precision, workload.device):
             return self.contender.prepare(workload).step()
 
 
@@ -114,7 +115,7 @@ def paths(workload: Workload, name: Precision) -> dict[str, bool]:
     problem = Problem(Objective(workload.model, workload.loss), workload.lam)
     found: dict[str, bool] = {}
     for compiled in (True, False):
-        with compilation(compiled), precision(name, workload.device):
+        with compilation(compiled), computing_in(name, workload.device):
             found.setdefault(BLOCKS if runs_trunk(problem, workload.tasks) else LAYERS, compiled)
     return found
 

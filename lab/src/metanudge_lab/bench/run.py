@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from metanudge.engines.compiled import compilation
+from metanudge.training.device import device_called
 from metanudge.training.errors import UserError
 from metanudge.training.files import write_text
 from metanudge_lab.bench import tables
@@ -24,14 +25,13 @@ from metanudge_lab.bench.rounding import rounding
 from metanudge_lab.bench.scaling import DEFAULT as SCALING
 from metanudge_lab.bench.scaling import scale
 from metanudge_lab.bench.suite import CONTENDERS, Result, compare
-from metanudge_lab.experiments.progress import Progress
-from metanudge_lab.experiments.run import choose_device
+from metanudge_lab.progress import Progress
 
 
 def run(config: BenchConfig, progress: Progress) -> Iterator[tuple[Path, Result]]:
     """Every result, and the file it was written to, as they come."""
     _check(config)
-    device, cases = choose_device(config.device), find_cases(config.case)
+    device, cases = device_called(config.device), find_cases(config.case)
     default = ("fobmaml-loss",) if config.explain else SCALING if config.scaling else ROUNDING if config.rounding else ()
     contenders = choose(CONTENDERS, config.only or default)
     if config.rounding:

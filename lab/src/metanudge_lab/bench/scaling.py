@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from metanudge.training.precision import computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender
 from metanudge_lab.bench.peaks import measure_peaks
-from metanudge_lab.bench.precision import precision
 from metanudge_lab.bench.suite import Result, clear, context, enter, title_of, workload_of
 from metanudge_lab.bench.timing import quartiles, round_robin
-from metanudge_lab.experiments.progress import Progress
+from metanudge_lab.progress import Progress
 
 DEFAULT = ("fobmaml-loss", "fobmaml-gradient", "fomaml", "maml", "vmap-maml")
 AXES = {"tasks": (4, 8, 16, 32, 64), "steps": (1, 2, 5, 10, 20), "shots": (1, 2, 5, 10)}
@@ -39,7 +39,7 @@ def scale(case: Case, contenders: Sequence[Contender], config: BenchConfig, devi
     notes: list[str] = []
     progress.begin(f"{case.name}, scaling", total=sum(map(len, axes.values())), done=0)
     try:
-        with precision(config.precision, device):
+        with computing_in(config.precision, device):
             peaks = measure_peaks(device, config.precision, quick=config.quick)
             for axis, value in in_rounds(axes):
                 begin = time.monotonic()

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 from metanudge.testing.memory import peak_memory
+from metanudge.training.precision import computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Prepared
 from metanudge_lab.bench.cost import CostModel, cost_model
 from metanudge_lab.bench.ours import OURS
 from metanudge_lab.bench.peaks import Peaks, measure_peaks
-from metanudge_lab.bench.precision import precision
 from metanudge_lab.bench.rivals import RIVALS
 from metanudge_lab.bench.timing import Times, round_robin, timed
 from metanudge_lab.bench.workload import Workload
-from metanudge_lab.experiments.progress import Progress
-from metanudge_lab.experiments.provenance import provenance
+from metanudge_lab.progress import Progress
+from metanudge_lab.provenance import provenance
 
 CONTENDERS: tuple[Contender, ...] = (*OURS, *RIVALS)
 Result = dict[str, Any]
@@ -49,7 +49,7 @@ def compare(case: Case, contenders: Sequence[Contender], config: BenchConfig, de
     entrants: list[Entrant] = []
     failed: list[Result] = []
     try:
-        with precision(config.precision, device):
+        with computing_in(config.precision, device):
             peaks = measure_peaks(device, config.precision, quick=config.quick)
             model = cost_model(workload, config.precision)
             for contender in present:

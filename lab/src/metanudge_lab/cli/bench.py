@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     from metanudge_lab.bench.plots import draw
     from metanudge_lab.bench.run import read, show
     from metanudge_lab.bench.run import run as measure
-    from metanudge_lab.experiments.progress import progress
+    from metanudge_lab.progress import progress
 
     console = Console(highlight=False)
     results = ((file, read(file)) for file in config.draw) if config.draw else measure(config, progress())

@@ -77,9 +77,9 @@ def run(argv: list[str]) -> int:
 def _measure(names: Sequence[str], options: ReproduceOptions) -> list[str]:
     """Measure one after the other; what the user can put right does not keep the others from being measured."""
     from metanudge_lab.experiments import load
-    from metanudge_lab.experiments.progress import progress
     from metanudge_lab.experiments.run import Options
     from metanudge_lab.experiments.run import run as measure
+    from metanudge_lab.progress import progress
 
     started, show, failures = time.monotonic(), progress(), []
     for name in names:

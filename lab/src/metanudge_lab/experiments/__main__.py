@@ -35,10 +35,11 @@ def main(argv: list[str] | None = None) -> int:
 def _measure(arguments: argparse.Namespace) -> int:
     import time
 
+    from metanudge.training.clock import clock
     from metanudge_lab.experiments import load
-    from metanudge_lab.experiments.progress import clock, progress
     from metanudge_lab.experiments.run import Options, check_names, run
     from metanudge_lab.experiments.store import result_file
+    from metanudge_lab.progress import progress
 
     end = None if arguments.limit_seconds is None else time.monotonic() + arguments.limit_seconds
     show = progress()

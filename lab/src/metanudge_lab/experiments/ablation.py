@@ -12,7 +12,7 @@ import torch
 import metanudge as mn
 from metanudge.models import MLP, Conv1D
 from metanudge.tasks import MNIST1D, Sinusoid
-from metanudge_lab.bench.precision import precision
+from metanudge.training.precision import computing_in
 from metanudge_lab.experiments import ablation_figures, fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
@@ -113,7 +113,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     if cell["part"] == "omniglot":
         trial, _ = make_trial(FIVE_WAY[0], estimator, queries=15, channels=64, glyphs=False, seed=seed, device=device)
         recipe = fewshot.Recipe(config.omniglot_inner, config.omniglot_rate, config.omniglot_iterations, 32, cosine=True)
-        with precision("tf32", device):
+        with computing_in("tf32", device):
             return [_scores(trial, recipe, config)]
     if cell["part"] in ("sinusoid", "overshoot"):
         inner = config.overshoot if cell["part"] == "overshoot" else config.sinusoid_inner

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from metanudge_lab.experiments import style
+from metanudge_lab import style
 from metanudge_lab.experiments.base import Drawing, Result
 from metanudge_lab.experiments.network_errors import TARGETS
 from metanudge_lab.experiments.variants import DATA, POINTS, Variant, accuracy, cosine, trained_variants

@@ -15,7 +15,7 @@ from metanudge.task import TaskBatch
 from metanudge.tasks import Quadratic
 from metanudge.testing.curvature import curvature
 from metanudge.testing.problems import Setup, relative_error, vector
-from metanudge_lab.experiments import style
+from metanudge_lab import style
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.spread import short
 

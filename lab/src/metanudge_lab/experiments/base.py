@@ -24,7 +24,7 @@ To add an experiment `some-name` (its place in the paper's order is already in `
         return [{"steps": k, "error": e}, ...]      # the cell's own keys are added; NaN and Inf are saved as null
 
     def draw(result: Result[Config]) -> list[Drawing]:
-        figure, axes = style.figure()               # `metanudge_lab.experiments.style`: colours and lines, the same everywhere
+        figure, axes = style.figure()               # `metanudge_lab.style`: colours and lines, the same everywhere
         for method in result.distinct("method"):
             ...result.values("error", method=method, steps=5)...
         return [Drawing(figure, alt="what the picture shows, in words and numbers")]
@@ -161,7 +161,7 @@ class Result(Generic[C]):
         mode: "quick" or "full".
         config: what was asked for.
         measured: the finished cells.
-        machines: provenance of each machine and commit that took part (see `metanudge_lab.experiments.provenance`).
+        machines: provenance of each machine and commit that took part (see `metanudge_lab.provenance`).
         missing: cells of the config that are not finished.
     """
 

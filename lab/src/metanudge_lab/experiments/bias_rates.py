@@ -20,7 +20,7 @@ from metanudge.problem import Nudge
 from metanudge.solvers import Solver
 from metanudge.testing.inexact import EXACTLY, OffBy
 from metanudge.testing.problems import Setup, log_slope, logistic_regression, mlp, relative_error
-from metanudge_lab.experiments import style
+from metanudge_lab import style
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.problems import displacements, stable_rate
 from metanudge_lab.experiments.spread import sentence, short

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from metanudge_lab.experiments import style
+from metanudge_lab import style
 from metanudge_lab.experiments.base import Drawing, Result
 from metanudge_lab.experiments.spending import GD, MEMORY, PRECISION, kappa, reach
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import Any
 
-from metanudge_lab.experiments import style
+from metanudge_lab import style
 from metanudge_lab.experiments.base import Drawing, Result
 from metanudge_lab.experiments.meta_optimizers import ADAM, CLIPPED, GD, NORMALIZED, OPTIMIZERS, SNGDM, best
 from metanudge_lab.experiments.smoothness import PAIRS, PATH, PROOF

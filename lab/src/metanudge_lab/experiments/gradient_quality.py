@@ -9,8 +9,8 @@ import torch
 
 import metanudge as mn
 from metanudge.estimators import Estimator
+from metanudge_lab import style
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments import style
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.error_parts import PARTS, ErrorParts
 from metanudge_lab.experiments.spread import Spread, sentence, short

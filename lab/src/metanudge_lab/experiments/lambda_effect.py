@@ -12,8 +12,8 @@ import torch
 import metanudge as mn
 from metanudge.task import TaskBatch
 from metanudge.testing.problems import Setup, mlp
+from metanudge_lab import style
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments import style
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.problems import landscape
 from metanudge_lab.experiments.spread import Spread, sentence

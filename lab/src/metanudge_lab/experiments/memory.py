@@ -18,8 +18,8 @@ from torch.func import functional_call
 import metanudge as mn
 from metanudge.task import Task
 from metanudge.testing.memory import peak_memory, trainable_bytes
+from metanudge_lab import style
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments import style
 from metanudge_lab.experiments.base import Cell, Drawing, Result, Row, Shown, Table, Verdict
 
 STEP = "one training step"

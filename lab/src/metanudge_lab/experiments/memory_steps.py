@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from metanudge.models import Conv4
-from metanudge_lab.experiments import memory, style
+from metanudge_lab import style
+from metanudge_lab.experiments import memory
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Table, Verdict
 

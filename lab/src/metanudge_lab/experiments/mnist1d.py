@@ -12,7 +12,8 @@ import metanudge as mn
 from metanudge.estimators import Estimator
 from metanudge.models import Conv1D
 from metanudge.tasks import MNIST1D
-from metanudge_lab.experiments import fewshot, style
+from metanudge_lab import style
+from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Status, Table, Verdict
 from metanudge_lab.experiments.spread import Mean

@@ -19,8 +19,8 @@ from metanudge.tasks import Quadratic
 from metanudge.testing.inexact import OffBy
 from metanudge.testing.problems import log_slope, relative_error, vector
 from metanudge.tuning import step_aware
+from metanudge_lab import style
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments import style
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.problems import small_conv_net, stable_rate
 from metanudge_lab.experiments.spread import Spread, short

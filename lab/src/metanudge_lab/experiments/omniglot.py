@@ -13,8 +13,9 @@ import torch
 
 import metanudge as mn
 from metanudge.estimators import Estimator
-from metanudge_lab.bench.precision import precision
-from metanudge_lab.experiments import fewshot, style
+from metanudge.training.precision import computing_in
+from metanudge_lab import style
+from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, TWENTY_WAY, make_trial, watched
@@ -130,7 +131,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     setting, method, seed = str(cell["setting"]), str(cell["method"]), int(cell["seed"] or 0)
     last = int(cell["iterations"] or 0)
     fewshot.release(device)
-    with precision("tf32", device):
+    with computing_in("tf32", device):
         best, tried, scores = tuned(setting, method, config, device)
         rows: list[Row] = [
             {"kind": "tuning", "inner": one.inner, "rate": one.rate, "iteration": one.iterations, "accuracy": score}

@@ -10,8 +10,9 @@ import torch
 
 import metanudge as mn
 from metanudge.estimators import Estimator
-from metanudge_lab.bench.precision import precision
-from metanudge_lab.experiments import fewshot, style
+from metanudge.training.precision import computing_in
+from metanudge_lab import style
+from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.omniglot import PUBLISHED, SHIFTED
@@ -90,7 +91,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Find the learning rates on validation tasks; or train, and test on the way and at the end."""
     setting, method = str(cell["setting"]), str(cell["method"])
     fewshot.release(device)
-    with precision("tf32", device):
+    with computing_in("tf32", device):
         if cell["part"] == "rates":
             return _search(setting, method, config, device)
         return _training(setting, method, int(cell["iterations"] or 0), int(cell["seed"] or 0), config, device)

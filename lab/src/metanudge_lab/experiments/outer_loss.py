@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import metanudge as mn
+from metanudge_lab import style
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments import style
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.spread import Spread, short
 

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from metanudge.near import near
+from metanudge.training.device import device_called
 from metanudge.training.errors import UserError
 from metanudge_lab.experiments import available, store
 from metanudge_lab.experiments.base import Cell, Experiment, Measured, Mode, Result, json_safe, label
-from metanudge_lab.experiments.progress import Lines, Progress
-from metanudge_lab.experiments.provenance import provenance, same_machine
+from metanudge_lab.progress import Lines, Progress
+from metanudge_lab.provenance import provenance, same_machine
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def run(experiment: Experiment[Any], options: Options, *, progress: Progress | N
     """
     show = progress if progress is not None else Lines()
     started = time.monotonic()
-    device = choose_device(options.device)
+    device = device_called(options.device)
     file = store.result_file(options.folder, experiment.name, options.mode)
     result = _former(experiment, file, options, config if config is not None else experiment.configuration(options.mode))
     wanted = [cell for cell in result.missing if matches(cell, options.pattern)]
@@ -81,20 +80,6 @@ def run(experiment: Experiment[Any], options: Options, *, progress: Progress | N
     finally:
         show.end()
     return result
-
-
-def choose_device(name: str) -> torch.device:
-    """The torch device of a name; `UserError` where it cannot be had."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"--device {name} is no device that torch knows. Use auto, cpu, cuda or cuda:1.") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "no CUDA device"
-        raise UserError(f"--device {name}: torch finds {found} here. Use --device cpu, or a machine with a GPU.")
-    return device
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from metanudge_lab.experiments.base import Drawing
 from metanudge_lab.experiments.store import write_bytes
-from metanudge_lab.experiments.style import FAINT, INK
+from metanudge_lab.style import FAINT, INK
 
 _THEMED = {INK: "var(--ink)", FAINT: "var(--grid)"}
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from metanudge.training.errors import UserError
+from metanudge.training.files import replacing
 
 DESCRIPTION = "model.json"  # every exported model has it; a folder without is not one
 
@@ -20,22 +22,13 @@ def new_file(path: Path, *, overwrite: bool, flag: str) -> Iterator[IO[str]]:
     """A text file that gets its name when the block ends well, and leaves no trace when it does not."""
     check_new_file(path, overwrite=overwrite, flag=flag)
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    except OSError as error:
-        raise UserError(f"{flag} {path} cannot be written ({error.strerror}). Choose another place.") from error
-    try:
-        # A file name that is not valid Unicode is written back byte by byte as it is.
-        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        with replacing(path) as stream:
+            # A file name that is not valid Unicode is written back byte by byte as it is.
+            file = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~umask())
-        os.replace(name, path)
+            file.detach()
     except OSError as error:
         raise UserError(f"{flag} {path} cannot be written ({error.strerror}). Free some space or choose another place.") from error
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
 
 
 def check_new_file(path: Path, *, overwrite: bool, flag: str) -> None:

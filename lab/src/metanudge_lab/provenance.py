@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+import metanudge
 from metanudge.version import __version__
 
 COMMIT_VARIABLE = "METANUDGE_COMMIT"
@@ -19,7 +20,7 @@ COMMIT_VARIABLE = "METANUDGE_COMMIT"
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Commit, versions, device, CPU and threads of this process, and the date, as JSON values."""
-    commit, dirty = commit_of(Path(__file__).parent)
+    commit, dirty = commit_of(Path(__file__).parent, Path(metanudge.__file__).parent)
     return {
         "commit": commit,
         "dirty": dirty,
@@ -42,19 +43,19 @@ def same_machine(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return {**first, "date": None} == {**second, "date": None}
 
 
-def commit_of(folder: Path) -> tuple[str | None, bool | None]:
-    """The commit checked out in a folder, and whether the package differs from it; None for what git does not tell.
+def commit_of(*packages: Path) -> tuple[str | None, bool | None]:
+    """The commit that the packages come from, and whether they differ from it; None for what git does not tell.
 
     On a machine with a copy of the files but not of the history, the variable METANUDGE_COMMIT tells; append "+dirty" to it if the copy
     differs from that commit.
     """
     if told := os.environ.get(COMMIT_VARIABLE):
         return told.removesuffix("+dirty"), told.endswith("+dirty")
-    commit = _git(folder, "rev-parse", "HEAD")
+    commit = _git(packages[0], "rev-parse", "HEAD")
     if not commit:
         return None, None
     # Only what computes counts: notes and results lying about change no number.
-    changes = _git(folder, "status", "--porcelain", "--", str(folder.parent))
+    changes = _git(packages[0], "status", "--porcelain", "--", *map(str, packages))
     return commit, None if changes is None else bool(changes)
 
 

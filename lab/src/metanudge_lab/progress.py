@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any, Protocol
 
+from metanudge.training.clock import clock
+
 
 class Progress(Protocol):
     """Where the news of a measurement go."""
@@ -114,18 +116,3 @@ def progress() -> Progress:
         return Live()
     except ImportError:
         return Lines()
-
-
-def clock(seconds: float) -> str:
-    """A span of time for people.
-
-    Example:
-        >>> clock(7), clock(75), clock(7500)
-        ('7 s', '1 min 15 s', '2 h 05 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

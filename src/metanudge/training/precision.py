@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 
-Precision = Literal["fp32", "tf32", "bf16"]
+from metanudge.training.config import Precision
 
 
 @contextmanager
-def precision(name: Precision, device: torch.device) -> Iterator[None]:
-    """All torch computation inside uses this precision."""
+def computing_in(name: Precision, device: torch.device) -> Iterator[None]:
+    """A context in which torch computes so."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
