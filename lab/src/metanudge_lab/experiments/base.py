@@ -47,6 +47,7 @@ results too; `judge` is called only once every cell of the config is there. A me
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -194,8 +195,25 @@ class Result(Generic[C]):
             >>> result.distinct("k")
             [1, 2]
         """
-        found = ({**measured.cell, **row} for measured in self.measured for row in measured.rows)
-        return [row for row in found if all(row.get(key) == value for key, value in where.items())]
+        few = min((self._with(key).get(value, []) for key, value in where.items()), key=len, default=self._rows)
+        return [row for row in few if all(row.get(key) == value for key, value in where.items())]
+
+    @functools.cached_property
+    def _rows(self) -> list[Row]:
+        return [{**measured.cell, **row} for measured in self.measured for row in measured.rows]
+
+    @functools.cached_property
+    def _indices(self) -> dict[str, dict[Any, list[Row]]]:
+        return {}
+
+    def _with(self, key: str) -> dict[Any, list[Row]]:
+        """The rows by their value of a key, since a figure asks for a few of them thousands of times; lists stand with None."""
+        if key not in self._indices:
+            index = self._indices[key] = {}
+            for row in self._rows:
+                value = row.get(key)
+                index.setdefault(None if isinstance(value, list) else value, []).append(row)
+        return self._indices[key]
 
     def values(self, key: str, **where: Any) -> list[float]:
         """One number per row; NaN where it was not finite."""
@@ -203,7 +221,7 @@ class Result(Generic[C]):
 
     def distinct(self, key: str) -> list[Any]:
         """The values of a key in the order in which they first appear."""
-        return list(dict.fromkeys(row[key] for row in self.rows() if key in row))
+        return list(dict.fromkeys(row[key] for row in self._rows if key in row))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from pathlib import Path
@@ -22,13 +23,13 @@ def save(drawing: Drawing, folder: Path, name: str) -> None:
     """Write the picture as PNG and SVG; the same rows give the same bytes."""
     stem = file_name(name, drawing)
     write_bytes(folder / f"{stem}.png", _render(drawing, "png", salt=stem))
-    write_bytes(folder / f"{stem}.svg", _render(drawing, "svg", salt=stem))
+    write_bytes(folder / f"{stem}.svg", _svg(drawing, stem))
 
 
 def inline(drawing: Drawing, name: str) -> str:
     """The picture as SVG markup to stand in a page: its ids are its own, and it takes the page's ink and grid colours."""
     stem = file_name(name, drawing)
-    text = _render(drawing, "svg", salt=stem, transparent=True).decode("utf-8")
+    text = _svg(drawing, stem).decode("utf-8")
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)  # would hold for the whole page
@@ -40,6 +41,11 @@ def inline(drawing: Drawing, name: str) -> str:
     for color, variable in _THEMED.items():
         text = text.replace(color, variable)
     return text
+
+
+@functools.lru_cache(maxsize=64)  # for the file and for the page
+def _svg(drawing: Drawing, stem: str) -> bytes:
+    return _render(drawing, "svg", salt=stem, transparent=True)
 
 
 def _render(drawing: Drawing, kind: str, *, salt: str, transparent: bool = False) -> bytes:
