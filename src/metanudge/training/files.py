@@ -1,0 +1,104 @@
+"""Files of a run folder, which may be a stranger's: plain files and real folders, never what a link, FIFO or device leads to.
+
+What is wrong is told as an `OSError` whose `strerror` says what was found there. The run folder itself may be reached through a link.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+# Without O_NONBLOCK a FIFO would be waited for; flags that a system does not have (Windows) are made up for by looking first.
+_PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN  # a file that must not be there yet
+
+
+def read_bytes(file: Path, *, limit: int | None = None) -> bytes:
+    """The bytes of a plain file; an `OSError` (EFBIG) where there are more than `limit`."""
+    with os.fdopen(_open(file, os.O_RDONLY), "rb") as stream:
+        data = stream.read(-1 if limit is None else limit + 1)
+    if limit is not None and len(data) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(file))
+    return data
+
+
+def open_to_append(file: Path) -> BinaryIO:
+    """A plain file to add to, new or there already, that has no second name elsewhere."""
+    descriptor = _open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    if os.fstat(descriptor).st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EMLINK, "it has a second name (a hard link), whose content would change too; put a copy there", str(file))
+    return os.fdopen(descriptor, "ab")
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """A file that takes its place, durable and complete, when the block ends well; a link that is there is replaced, not followed."""
+    temporary = temporary_name(file)
+    descriptor = os.open(temporary, NEW, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def write_bytes(file: Path, data: bytes) -> None:
+    """Write a file that is there complete or not at all."""
+    with replacing(file) as stream:
+        stream.write(data)
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside `path` that nobody can have guessed; it begins with `.new-`, so that what a crash leaves is recognised."""
+    return path.with_name(f".new-{path.name}-{secrets.token_hex(8)}")
+
+
+def is_real_folder(folder: Path) -> bool:
+    """Whether there is a folder; an `OSError` where there is a link or anything else in its place."""
+    try:
+        mode = os.lstat(folder).st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(mode):
+        raise OSError(errno.ENOTDIR, f"it is {_kind(mode)}, not a folder", str(folder))
+    return True
+
+
+def _open(file: Path, flags: int) -> int:
+    with suppress(FileNotFoundError):
+        _check(file, os.lstat(file))  # merely opening a device may set something off
+    descriptor = os.open(file, flags | _PLAIN, 0o666)
+    try:
+        _check(file, os.fstat(descriptor))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check(file: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"it is {_kind(status.st_mode)}, not a plain file", str(file))
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFLNK: "a link (links in a run folder are not followed)",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFREG: "a file",
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a device")
