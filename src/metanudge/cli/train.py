@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from metanudge.training.config import TrainConfig
+from metanudge.training.config import ChangedError, TrainConfig
 from metanudge.training.errors import UserError
 
 HELP = "meta-train a few-shot learner, or resume a run"
@@ -35,10 +35,12 @@ class Arguments:
     """Continue this run, bit for bit (or one of its checkpoints: RUN/checkpoints/NAME). DATA is not needed then."""
     config: Path | None = None
     """Take all settings from this file, such as another run's config.json; flags override it."""
+    allow_changed_data: bool = False
+    """With --resume: go on although the .csv file or folder is not what it was. It is another run from there on."""
 
 
-def parse(argv: list[str]) -> tuple[TrainConfig, Path | None]:
-    """Configuration and run to resume."""
+def parse(argv: list[str]) -> Arguments:
+    """Configuration, run to resume, and what is allowed."""
     base = TrainConfig()
     resume, file = _path(argv, "--resume"), _path(argv, "--config")
     if resume is not None and file is not None:
@@ -48,15 +50,14 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Path | None]:
     elif file is not None:
         if not file.is_file():
             raise UserError(f"--config {file}: there is no such file. Give a run's config.json, or leave it out.")
-        base = dataclasses.replace(TrainConfig.from_json(file.read_text(encoding="utf-8"), where=str(file)), out=None)
-    arguments = tyro.cli(
+        base = dataclasses.replace(TrainConfig.read(file.resolve()), out=None)
+    return tyro.cli(
         Arguments,
         args=argv,
         prog="metanudge train",
         description=_DESCRIPTION,
         default=Arguments(base, resume, file),
     )
-    return arguments.train, arguments.resume
 
 
 def _path(argv: list[str], name: str) -> Path | None:
@@ -76,12 +77,16 @@ def _saved(resume: Path) -> TrainConfig:
     if not file.is_file():
         what = "is not a run: it has no config.json" if folder.is_dir() else "does not exist"
         raise UserError(f"--resume {resume}: {folder} {what}. Give the folder that metanudge train wrote.")
-    return TrainConfig.from_json(file.read_text(encoding="utf-8"), where=str(file))
+    try:
+        return TrainConfig.read(file)
+    except ChangedError as changed:
+        return changed.config  # `train` refuses it, and can say which setting differs
 
 
 def run(argv: list[str]) -> int:
     """Parse the flags and train."""
-    config, resume = parse(argv)
+    arguments = parse(argv)
+    config = arguments.train
     config.check()
     if not config.data:
         raise UserError(
@@ -90,4 +95,4 @@ def run(argv: list[str]) -> int:
         )
     from metanudge.training.trainer import train  # loads torch, which --help must not wait for
 
-    return train(config, resume=resume)
+    return train(config, resume=arguments.resume, allow_changed_data=arguments.allow_changed_data)
