@@ -233,7 +233,9 @@ def test_a_metrics_file_that_was_changed_is_refused_and_one_that_is_gone_noticed
     file.unlink()
     listener = Listener()
     train(longer, resume=tmp_path / "run", reporter=listener)
-    assert [note for note in listener.notes if "metrics.jsonl" in note] == ["metrics.jsonl is not there any more: it begins anew with step 9."]
+    assert [note for note in listener.notes if "metrics.jsonl" in note] == [
+        "metrics.jsonl is not there any more: it begins anew with step 9."
+    ]
     assert [row["step"] for row in read_metrics(file)] == [9]
 
 

@@ -57,21 +57,8 @@ class RunLock:
 
     def take(self, folder: Path) -> None:
         """Lock a run folder; `UserError` names the process that has it."""
-        try:
-            stream = open_to_append(folder / LOCK)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be written ({error.strerror}). Give a folder of yours: --out FOLDER") from error
-        try:
-            _lock(stream)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                stream.close()
-                raise UserError(
-                    _in_use(folder) if isinstance(error, BlockingIOError) else f"{folder} cannot be locked ({error})."
-                ) from error
-            self._note(f"{folder} is on a file system without locks ({error.strerror}): see to it that no other process trains in it.")
+        self._stream = stream = _locked(folder, self._note)
         _held.add(stream)
-        self._stream = stream
         stream.truncate(0)
         stream.write(json.dumps({"pid": os.getpid(), "host": platform.node(), "job": self._job}).encode() + b"\n")
         stream.flush()
@@ -84,16 +71,34 @@ class RunLock:
         self._stream = None
 
 
+def check_free(folder: Path) -> None:
+    """Raise `UserError` where a process holds the lock of a folder."""
+    if os.path.lexists(folder / LOCK):
+        _locked(folder, lambda text: None).close()
+
+
 def job_of(folder: Path) -> str | None:
     """The torchrun job that last wrote to a run folder; None where there was none."""
     job = _holder(folder).get("job")
     return job if isinstance(job, str) else None
 
 
-def _lock(stream: BinaryIO) -> None:
-    if fcntl is None:
-        raise OSError(errno.ENOSYS, "this system has none that metanudge knows")
-    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _locked(folder: Path, note: Callable[[str], None]) -> BinaryIO:
+    """The lock's file, open and locked."""
+    try:
+        stream = open_to_append(folder / LOCK)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}). Give a folder of yours: --out FOLDER") from error
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, "this system has none that metanudge knows")
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            stream.close()
+            raise UserError(_in_use(folder) if isinstance(error, BlockingIOError) else f"{folder} cannot be locked ({error}).") from error
+        note(f"{folder} is on a file system without locks ({error.strerror}): see to it that no other process trains in it.")
+    return stream
 
 
 def _in_use(folder: Path) -> str:

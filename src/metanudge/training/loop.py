@@ -27,13 +27,14 @@ from metanudge.tasks.episodes import Split
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.combine import Own, combine
 from metanudge.training.config import TrainConfig
+from metanudge.training.continuing import fingerprint
 from metanudge.training.distributed import Group
 from metanudge.training.divergence import DivergenceWatch
 from metanudge.training.environment import environment
 from metanudge.training.errors import EXIT_NOT_FINITE, EXIT_OUT_OF_MEMORY, StopTraining
 from metanudge.training.memory import OutOfMemory, halving
 from metanudge.training.metrics import MetricsLog, Sink, Timing, open_sinks
-from metanudge.training.plan import Plan, fingerprint
+from metanudge.training.plan import Plan
 from metanudge.training.progress import Reporter, memory_used
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING, DataShapes, choose_device, load_weights, weights_of
 from metanudge.training.signals import CODES, StopRequest

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import glob
+import itertools
 import reprlib
 import shlex
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +19,12 @@ from metanudge.estimators import NonFiniteError
 from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from metanudge.training.config import MAY_CHANGE, TrainConfig, flag
+from metanudge.training.config import TrainConfig
 from metanudge.training.distributed import Group
-from metanudge.training.environment import changes
 from metanudge.training.errors import UserError
-from metanudge.training.lock import LOCK, RunLock, job_of
+from metanudge.training.lock import LOCK, RunLock, check_free, job_of
 from metanudge.training.metrics import check_metrics
-from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, check_config, read_config, resolve, write_text
+from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, check_config, read_config, write_text
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,9 @@ class Plan:
     """Where a run lives and where it begins; made by rank 0 without writing anything."""
 
     folder: Path
-    saved: TrainConfig | None  # the configuration in the folder, for a run that goes on
-    checkpoint: Checkpoint | None
+    saved: TrainConfig | None = None  # the configuration in the folder, for a run that goes on
+    checkpoint: Checkpoint | None = None
+    named: bool = True  # the user chose the folder; where not, `claim` adds a number to a name that is taken
 
 
 def make_plan(config: TrainConfig, resume: Path | None, group: Group, lock: RunLock) -> Plan:
@@ -56,9 +55,10 @@ def make_plan(config: TrainConfig, resume: Path | None, group: Group, lock: RunL
     folder = Path(config.out).expanduser() if config.out else _default_folder(config, group)
     if group.job is not None and (folder / CONFIG).is_file() and job_of(folder) == group.job:
         return _going_on(folder, "last", lock)  # torchrun starts the same command again after a failure
-    if folder.exists():
+    if config.out and folder.exists():
+        check_free(folder)
         _check_empty(folder)
-    return Plan(folder, None, None)
+    return Plan(folder, named=bool(config.out))
 
 
 def _going_on(folder: Path, chosen: str, lock: RunLock) -> Plan:
@@ -96,13 +96,7 @@ def _default_folder(config: TrainConfig, group: Group) -> Path:
         for folder in Path("runs").glob(f"{glob.escape(name)}-*"):
             if job_of(folder) == group.job:
                 return folder
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = Path("runs") / f"{name}-{stamp}"
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = Path("runs") / f"{name}-{stamp}-{number}"
-    return folder
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _checkpoint(folder: Path, name: str) -> Checkpoint | None:
@@ -136,65 +130,6 @@ def _check_state(checkpoint: Checkpoint) -> None:
             )
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's state into an optimizer."""
-    try:
-        optimizer.load_state_dict(checkpoint.state["optimizer"])
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{checkpoint.folder} has no state for this optimizer ({error!r}). Resume from another checkpoint.") from error
-
-
-def check_unchanged(plan: Plan, config: TrainConfig, source: Episodes) -> TrainConfig:
-    """The configuration to go on with: as it was recorded, but for what may change; `UserError` where more has changed."""
-    assert plan.saved is not None
-    changed = dataclasses.replace(resolve(plan.saved, source), out=config.out).differences(config)
-    fixed = [name for name in changed if name not in MAY_CHANGE or (name == "iterations" and config.schedule == "cosine")]
-    if fixed:
-        detail = "; ".join(f"{flag(name)} was {changed[name][0]!r}, now {changed[name][1]!r}" for name in fixed)
-        raise UserError(
-            f"{plan.folder} was started with another configuration ({detail}), and would not be the same run any more. Leave these flags "
-            f"out to continue it, or start a new run with another --out. A resumed run may change {', '.join(map(flag, MAY_CHANGE))}."
-        )
-    done = plan.checkpoint.step if plan.checkpoint is not None else 0
-    if config.iterations < done:
-        raise UserError(f"--iterations {config.iterations}: {plan.folder} has already done {done} meta-steps. Give {done} or more.")
-    return dataclasses.replace(plan.saved, out=config.out, **{name: getattr(config, name) for name in MAY_CHANGE})
-
-
-def check_data(plan: Plan, source: Episodes, *, allow: bool, note: Callable[[str], None]) -> None:
-    """Refuse to go on with other data than those the checkpoint was trained on, unless that is allowed."""
-    was, now = plan.checkpoint.state.get("data_sha256") if plan.checkpoint is not None else None, fingerprint(source)
-    if was is None or now is None or was == now:
-        return
-    assert plan.saved is not None
-    if not allow:
-        raise UserError(
-            f"{plan.saved.data} has changed since {plan.folder} was trained on it (its sha256 was {was[:12]}…, now {now[:12]}…), and the "
-            "result would be of neither. Put the data back, start a new run, or go on nevertheless with --allow-changed-data."
-        )
-    note(f"{plan.saved.data} has changed since this run was trained on it: from here on it is another run.")
-
-
-def fingerprint(source: Episodes) -> str | None:
-    """The sha256 of a source's data; None where they are made from numbers alone."""
-    made: Callable[[], str | None] | None = getattr(source, "fingerprint", None)
-    return made() if made is not None else None
-
-
-def say_what_differs(plan: Plan, config: TrainConfig, now: Mapping[str, Any], note: Callable[[str], None]) -> None:
-    """Where the resumed run will not give the bytes that it would have given in one go, say so and why."""
-    if plan.checkpoint is None or plan.saved is None:
-        return
-    found = changes(plan.checkpoint.state.get("environment"), now)
-    found += [
-        f"{flag(n)} {getattr(plan.saved, n)} → {getattr(config, n)}"
-        for n in ("engine", "chunk")
-        if getattr(plan.saved, n) != getattr(config, n)
-    ]
-    if found:
-        note(f"Not bit-equal to a run in one go from here on, since sums are rounded differently: {'; '.join(found)}.")
-
-
 def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None:
     """One task through the learner before anything is written: a model that does not fit the data fails here."""
     batch = source.batch([0])
@@ -218,16 +153,29 @@ def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None
         raise UserError(str(error)) from error
 
 
-def claim(plan: Plan, config: TrainConfig, lock: RunLock) -> None:
-    """Make the folder and write the configuration, which makes it a run."""
+def claim(plan: Plan, config: TrainConfig, lock: RunLock) -> Path:
+    """Make the folder and write the configuration, which makes it a run; returns the folder."""
     folder = plan.folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if plan.saved is None:
+            folder = _make_folder(plan)
             lock.take(folder)
             _check_empty(folder)  # another process may have come first
-        write_text(folder / CONFIG, config.to_json())
+        write_text(folder / CONFIG, dataclasses.replace(config, out=str(folder)).to_json())
     except OSError as error:
         raise UserError(
             f"{folder} cannot be written ({error.strerror}). Give a folder of yours on a disk with space left: --out FOLDER"
         ) from error
+    return folder
+
+
+def _make_folder(plan: Plan) -> Path:
+    for number in itertools.count(1):
+        folder = plan.folder if number == 1 else plan.folder.with_name(f"{plan.folder.name}-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=plan.named)
+            return folder
+        except FileExistsError:
+            if plan.named:
+                raise
+    raise AssertionError("unreachable")

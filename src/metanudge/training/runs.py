@@ -359,11 +359,11 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
 
 
 def _all_options(config: TrainConfig) -> str:
-    """Every data option that the source declares, with its value: what a later version does by default changes no recorded run."""
+    """Every data option that has a value: what a later version does by default changes no recorded run."""
     _, declared, what = _source_factory(config.data)
     given = convert(split_options(config.data_options, "--data-options"), declared, "--data-options", f"of {what}")
     defaults = {n: p.default for n, p in inspect.signature(declared).parameters.items() if n not in _OWN_FLAGS}
-    return ",".join(f"{name}={show(value)}" for name, value in (defaults | given).items())
+    return ",".join(f"{name}={show(value)}" for name, value in (defaults | given).items() if value is not None or name in given)
 
 
 @contextmanager

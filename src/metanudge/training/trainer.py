@@ -10,13 +10,14 @@ import torch
 
 from metanudge.training import specs
 from metanudge.training.config import MAY_CHANGE, TrainConfig
+from metanudge.training.continuing import check_data, check_unchanged, load_optimizer, say_what_differs
 from metanudge.training.distributed import Group
 from metanudge.training.environment import environment
 from metanudge.training.errors import EXIT_DONE
 from metanudge.training.lock import RunLock
 from metanudge.training.loop import Trainer
 from metanudge.training.metrics import check_sinks
-from metanudge.training.plan import check_data, check_unchanged, claim, load_optimizer, make_plan, say_what_differs, try_out
+from metanudge.training.plan import claim, make_plan, try_out
 from metanudge.training.progress import ConsoleReporter, Quiet, Reporter
 from metanudge.training.runs import build_learner, build_source, check_splits, choose_device, load_weights, precision, resolve
 from metanudge.training.signals import StopRequest
@@ -65,7 +66,8 @@ def _train(
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     with precision(config, device):
         try_out(learner, source, config)
-        group.share(lambda: claim(plan, config, lock))
+        folder = group.share(lambda: claim(plan, config, lock))
+        config, plan = dataclasses.replace(config, out=str(folder)), dataclasses.replace(plan, folder=folder)
         trainer = Trainer(config, plan, source, learner, optimizer, group, stop, reporter)
         try:
             trainer.run()
