@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import reprlib
 import sys
@@ -180,7 +181,7 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "the configuration") -> TrainConfig:
         """From `to_dict`'s result; fields left out have their defaults. Anything unknown or of the wrong type is refused."""
-        kinds = get_type_hints(cls)
+        kinds = _kinds()
         for key in values:
             if key not in kinds:
                 raise UserError(f"{where} has an unknown setting {reprlib.repr(key)}.{near(key, kinds)} Correct or remove it.")
@@ -238,6 +239,12 @@ _LEAST = {
     "ways": 1, "shots": 1, "queries": 1, "iterations": 1, "tasks": 1, "seed": 0, "chunk": 1, "metrics_every": 1,
     "eval_every": 0, "eval_tasks": 1, "test_tasks": 0, "checkpoint_every": 1,
 }  # fmt: skip
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """The types of the fields."""
+    return get_type_hints(TrainConfig)
 
 
 def flag(name: str) -> str:
