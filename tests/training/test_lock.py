@@ -37,7 +37,9 @@ def test_the_second_is_refused_with_the_name_of_the_first_until_that_lets_go(tmp
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     code = "import sys, pathlib; from metanudge.training.lock import RunLock\n"
     code += "RunLock(print).take(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=f"process {holder.pid} on"):
