@@ -54,22 +54,25 @@ def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     lock = RunLock(silent)
     lock.take(tmp_path)
-    reading, writing = os.pipe()
+    (child_reads, parent_writes), (parent_reads, child_writes) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(writing)
-        lock.release()  # must neither unlock the parent's nor close what is not its own
-        os.read(reading, 1)  # until the parent has seen that the lock is free
+        os.close(parent_writes)
+        os.write(child_writes, b".")
+        os.read(child_reads, 1)  # until the parent has seen that the lock is free
+        lock.release()  # has nothing to let go any more
         os._exit(0)
     try:
+        assert os.read(parent_reads, 1) == b"."
         with pytest.raises(UserError, match="in use"):
             check_free(tmp_path)
         lock.release()
         check_free(tmp_path)
     finally:
-        os.close(writing)
-        os.waitpid(child, 0)
-        os.close(reading)
+        os.close(parent_writes)
+        assert os.waitpid(child, 0)[1] == 0
+        for descriptor in (child_reads, parent_reads, child_writes):
+            os.close(descriptor)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, None])
