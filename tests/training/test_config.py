@@ -87,6 +87,9 @@ def test_a_file_that_is_no_configuration_is_refused_without_reading_all_of_it(tm
         file.truncate(1 << 30)
     with pytest.raises(UserError, match=r"huge\.json cannot be read \(it has more than 1048576 bytes"):
         TrainConfig.read(huge)
+    (tmp_path / "latin.json").write_bytes(b'{"data": "caf\xe9.csv"}')
+    with pytest.raises(UserError, match=r"latin\.json cannot be read \('utf-8' codec"):
+        TrainConfig.read(tmp_path / "latin.json")
     with pytest.raises(UserError, match=r"nothing\.json cannot be read \(No such file"):
         TrainConfig.read(tmp_path / "nothing.json")
 

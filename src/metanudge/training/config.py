@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from metanudge.training.errors import UserError
-from metanudge.training.files import read_bytes
+from metanudge.training.files import read_text
 from metanudge.training.sealed import SEAL, is_intact, parse_json, seal
 from metanudge.training.upgrade import upgrade
 from metanudge.version import __version__
@@ -210,11 +210,7 @@ class TrainConfig:
     @classmethod
     def read(cls, file: Path) -> TrainConfig:
         """From a file that holds `to_json`'s result."""
-        try:
-            text = read_bytes(file, limit=_MOST_BYTES)
-        except OSError as error:
-            raise UserError(f"{file} cannot be read ({error.strerror}). Give a run's config.json.") from error
-        return cls.from_json(text, where=str(file))
+        return cls.from_json(read_text(file, limit=_MOST_BYTES), where=str(file))
 
     def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """The fields in which two configurations differ, with both values."""

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from metanudge.training.errors import UserError
+
 # Without O_NONBLOCK a FIFO would be waited for; flags that a system does not have (Windows) are made up for by looking first.
 _PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN  # a file that must not be there yet
@@ -30,7 +32,7 @@ def read_bytes(file: Path, *, limit: int | None = None) -> bytes:
 
 def open_to_append(file: Path) -> BinaryIO:
     """A plain file to add to, new or there already, that has no second name elsewhere."""
-    descriptor = _open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    descriptor = _open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if os.fstat(descriptor).st_nlink > 1:
         os.close(descriptor)
         raise OSError(errno.EMLINK, "it has a second name (a hard link), whose content would change too; put a copy there", str(file))
@@ -60,20 +62,31 @@ def write_bytes(file: Path, data: bytes) -> None:
         stream.write(data)
 
 
-def temporary_name(path: Path) -> Path:
+def read_text(file: Path, *, limit: int | None = None) -> str:
+    """A plain text file; `UserError` where it cannot be read."""
+    try:
+        return read_bytes(file, limit=limit).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} cannot be read ({error}).") from error
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file that is there complete or not at all."""
+    write_bytes(file, text.encode("utf-8"))
+
+
+def temporary_name(path: Path, mark: str = "new") -> Path:
     """A name beside `path` that nobody can have guessed; it begins with `.new-`, so that what a crash leaves is recognised."""
-    return path.with_name(f".new-{path.name}-{secrets.token_hex(8)}")
+    return path.with_name(f".{mark}-{path.name}-{secrets.token_hex(8)}")
 
 
 def is_real_folder(folder: Path) -> bool:
-    """Whether there is a folder; an `OSError` where there is a link or anything else in its place."""
-    try:
-        mode = os.lstat(folder).st_mode
-    except FileNotFoundError:
-        return False
-    if not stat.S_ISDIR(mode):
-        raise OSError(errno.ENOTDIR, f"it is {_kind(mode)}, not a folder", str(folder))
-    return True
+    """Whether there is a folder; an `OSError` where a link is in its place."""
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, f"it is {_kind(stat.S_IFLNK)}", str(folder))
+    return folder.is_dir()
 
 
 def _open(file: Path, flags: int) -> int:

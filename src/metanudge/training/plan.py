@@ -22,9 +22,10 @@ from metanudge.training.checkpoint import Checkpoint, CheckpointError, Checkpoin
 from metanudge.training.config import TrainConfig
 from metanudge.training.distributed import Group
 from metanudge.training.errors import UserError
+from metanudge.training.files import write_text
 from metanudge.training.lock import LOCK, RunLock, check_free, job_of
 from metanudge.training.metrics import check_metrics
-from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, check_config, read_config, write_text
+from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, check_config, read_config
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """The folder of a run, and how a configuration becomes a data source and a learner.
 
-RUN/config.json        the configuration; `metanudge train --config` repeats it, `--resume RUN` continues it
+RUN/config.json        the configuration, with a seal; `metanudge train --config` repeats it, `--resume RUN` continues it
 RUN/metrics.jsonl      one line per meta-step; the same run gives the same bytes
 RUN/timing.jsonl       seconds and memory of the meta-steps: what differs from machine to machine
 RUN/checkpoints/       see `metanudge.training.checkpoint`
 RUN/summary.json       the result
 RUN/curve.png          the learning curve
+RUN/.lock              who writes to it, see `metanudge.training.lock`
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from metanudge.training import specs
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig, flag
 from metanudge.training.errors import UserError
-from metanudge.training.files import write_bytes
 from metanudge.training.specs import Shapes, convert, known, normal, show, split_options
 from metanudge.training.upgrade import upgrade
 
@@ -135,7 +135,7 @@ def read_config(folder: Path) -> TrainConfig:
     file = folder / CONFIG
     if not folder.is_dir():
         raise UserError(f"There is no run {folder}. Give the folder that metanudge train wrote.")
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise UserError(f"{folder} is not a run: it has no {CONFIG}. Give the folder that metanudge train wrote.")
     try:
         return TrainConfig.read(file)
@@ -158,11 +158,6 @@ def check_config(folder: Path, config: TrainConfig, checkpoint: Checkpoint, *, m
             f"{folder / CONFIG} was changed after the run wrote it ({detail}), so the run is not what it says. Put back what was there; "
             f"for a run with other settings: metanudge train --config {shlex.quote(str(folder / CONFIG))} with flags, and another --out."
         )
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a text file that is there complete or not at all."""
-    write_bytes(file, text.encode())
 
 
 def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
