@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import re
 import shutil
 import stat
@@ -292,8 +292,8 @@ def test_a_damaged_checkpoint(refuse: Refuse, here: Path, made: Path, command: s
 
 def test_eval_when_the_data_have_moved(refuse: Refuse, here: Path, made: Path) -> None:
     shutil.copytree(made / "run", here / "run")
-    config = json.loads((here / "run" / "config.json").read_text())
-    (here / "run" / "config.json").write_text(json.dumps(config | {"data": "/no/such/place/data.csv"}))
+    config = dataclasses.replace(TrainConfig.read(here / "run" / "config.json"), data="/no/such/place/data.csv")
+    (here / "run" / "config.json").write_text(config.to_json())
     says(refuse("eval", "run"), "/no/such/place/data.csv")
 
 

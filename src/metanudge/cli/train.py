@@ -10,9 +10,8 @@ from pathlib import Path
 
 import tyro
 
-from metanudge.training.config import TrainConfig
+from metanudge.training.config import ChangedError, TrainConfig
 from metanudge.training.errors import UserError
-from metanudge.training.files import read_text
 from metanudge.training.trust import check_trust
 
 HELP = "meta-train a few-shot learner, or resume a run"
@@ -42,22 +41,24 @@ class Arguments:
     trust: bool = False
     """Obey the file of --resume or --config also where it names code to import (model module:attribute) or logs to wandb.
     Look at it first: its code runs as you. A model that you name yourself with --model needs no trust."""
+    allow_changed_data: bool = False
+    """With --resume: go on although the .csv file or folder is not what it was. It is another run from there on."""
 
 
-def parse(argv: list[str]) -> tuple[TrainConfig, Path | None]:
-    """Configuration and run to resume."""
+def parse(argv: list[str]) -> Arguments:
+    """Configuration, run to resume, and what is allowed."""
     base, origin = TrainConfig(), None
     resume, file = _path(argv, "--resume"), _path(argv, "--config")
     if resume is not None and file is not None:
         raise UserError("--resume and --config contradict each other: a run has its own configuration. Leave one of them out.")
     if resume is not None:
         origin = _config_of(resume)
-        base = TrainConfig.from_json(read_text(origin), where=str(origin))
+        base = _saved(origin)
     elif file is not None:
         origin = file
         if not os.path.lexists(file):
             raise UserError(f"--config {file}: there is no such file. Give a run's config.json, or leave it out.")
-        base = dataclasses.replace(TrainConfig.from_json(read_text(file), where=str(file)), out=None)
+        base = dataclasses.replace(TrainConfig.read(file), out=None)
     arguments = tyro.cli(
         Arguments,
         args=argv,
@@ -67,7 +68,7 @@ def parse(argv: list[str]) -> tuple[TrainConfig, Path | None]:
     )
     if origin is not None and not arguments.trust:
         check_trust(arguments.train, origin, but=_given(argv, arguments.train))
-    return arguments.train, arguments.resume
+    return arguments
 
 
 def _given(argv: list[str], config: TrainConfig) -> set[str]:
@@ -96,9 +97,17 @@ def _config_of(resume: Path) -> Path:
     return file
 
 
+def _saved(file: Path) -> TrainConfig:
+    try:
+        return TrainConfig.read(file)
+    except ChangedError as changed:
+        return changed.config  # `train` refuses it, and can say which setting differs
+
+
 def run(argv: list[str]) -> int:
     """Parse the flags and train."""
-    config, resume = parse(argv)
+    arguments = parse(argv)
+    config = arguments.train
     config.check()
     if not config.data:
         raise UserError(
@@ -107,4 +116,4 @@ def run(argv: list[str]) -> int:
         )
     from metanudge.training.trainer import train  # loads torch, which --help must not wait for
 
-    return train(config, resume=resume)
+    return train(config, resume=arguments.resume, allow_changed_data=arguments.allow_changed_data)

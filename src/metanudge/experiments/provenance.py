@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from metanudge.training.environment import cpu_model
 from metanudge.version import __version__
 
 COMMIT_VARIABLE = "METANUDGE_COMMIT"
@@ -56,16 +57,6 @@ def commit_of(folder: Path) -> tuple[str | None, bool | None]:
     # Only what computes counts: notes and results lying about change no number.
     changes = _git(folder, "status", "--porcelain", "--", str(folder.parent))
     return commit, None if changes is None else bool(changes)
-
-
-def cpu_model() -> str:
-    """The processor's name where the system tells, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for text in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if text.startswith("model name"):
-                return text.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -27,8 +27,10 @@ from metanudge.tasks.episodes import Split
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.combine import Own, combine
 from metanudge.training.config import TrainConfig
+from metanudge.training.continuing import fingerprint
 from metanudge.training.distributed import Group
 from metanudge.training.divergence import DivergenceWatch
+from metanudge.training.environment import environment
 from metanudge.training.errors import EXIT_NOT_FINITE, EXIT_OUT_OF_MEMORY, StopTraining
 from metanudge.training.memory import OutOfMemory, halving
 from metanudge.training.metrics import MetricsLog, Sink, Timing, open_sinks
@@ -40,6 +42,7 @@ from metanudge.training.stiffness import stiffness
 from metanudge.training.summary import Outcome, facts, result_table, tested, write_summary
 from metanudge.training.trust import own_code
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
+from metanudge.version import __version__
 
 T = TypeVar("T")
 
@@ -81,8 +84,8 @@ class Trainer:
         self._resumed = plan.saved is not None
         if group.leads:
             self._log = MetricsLog(self.folder / METRICS, size=state.get("metrics_size", 0))
-            if not self._log.complete:
-                reporter.note(f"{METRICS} is shorter than it was when the checkpoint was saved: some lines are missing.")
+            if self._log.size < state.get("metrics_size", 0):
+                reporter.note(f"{METRICS} is not there any more: it begins anew with step {self.step + 1}.")
             self._timing = Timing(self.folder / TIMING)
             self._sinks = open_sinks(config, self.folder)
 
@@ -274,7 +277,10 @@ class Trainer:
         assert self._log is not None
         self._log.sync()
         state = {
+            "version": __version__,
+            "environment": environment(self.device, processes=self.group.world),
             "config": self.config.to_dict(),
+            "data_sha256": fingerprint(self.source),
             "shapes": DataShapes.of(self.source).to_dict(),
             "optimizer": self.optimizer.state_dict(),
             "lrs": self._lrs,
@@ -282,6 +288,7 @@ class Trainer:
             "chunk": self.learner.chunk,
             "tuner": self.learner.tuner.state_dict() if is_automatic(self.learner.estimator) else None,
             "metrics_size": self._log.size,
+            "metrics_sha256": self._log.sha256,
         }
         weights = {part: module.state_dict() for part, module in weights_of(self.learner).items()}
         self.store.save(self.step, weights, state, best=best)
@@ -298,7 +305,7 @@ class Trainer:
             test = tested(self._evaluate("test", self.config.test_tasks))
         if self.group.leads:
             outcome = Outcome(step=self.step, best=self.best, test=test, seconds=time.monotonic() - self._began, resumed=self._resumed)
-            write_summary(self.folder, self.config, outcome, self.learner, processes=self.group.world)
+            write_summary(self.folder, self.config, outcome, self.learner, processes=self.group.world, note=self.reporter.note)
             self.reporter.table("Result", result_table(self.folder, self.config, outcome, self.learner))
 
     def close(self) -> None:
