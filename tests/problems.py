@@ -26,7 +26,6 @@ from metanudge.experiments.problems import (
     seeded,
     vector,
 )
-
 from perturbation import perturbed
 
 __all__ = [
