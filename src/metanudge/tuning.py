@@ -11,8 +11,8 @@ their sum is least.
 The smaller norm in the denominator tells a plateau from a ν so large that φ moves as far as it will go, where g falls as 1/ν: there d_j
 is not far below ν_j/ν_{j+1} − 1. Everything is relative to what the nudge does to φ, so λ and the scale of the losses need no thought.
 
-Where a disagreement is no more than rounding makes it, its size is chance. Each displacement d_k = φ_k − θ in g = Σ c_k d_k/ν has a relative
-error of about ε, so there it counts as what is to be expected,
+Where a disagreement is no more than rounding makes it, its size is chance. Each displacement d_k = φ_k − θ in g = Σ c_k d_k/ν has a
+relative error of about ε, so there it counts as what is to be expected,
 
     r = ε √(Σ c_k²‖d_k‖²) / (ν ‖g‖),
 
