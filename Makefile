@@ -10,8 +10,8 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 
-# The arithmetic of a plain CPU. Each setting reaches kernels that the others do not: torch's own loops and sums, MKL's matrix products (and
-# with them convolutions in float64), oneDNN's convolutions in float32. So one run under all three is a test under each.
+# The arithmetic of a plain CPU. Each setting reaches kernels that the others do not: torch's own loops (softmax, normalisation, sigmoid),
+# MKL's matrix products (and with them convolutions in float64), oneDNN's convolutions in float32. So one run under all three is one under each.
 PLAIN_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
 SEED ?= 1
 # These failed on some CPUs when their tolerances came from one.

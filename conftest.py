@@ -24,6 +24,7 @@ NUMERICAL = [
         *("experiments/test_theory.py", "experiments/test_quadratics.py", "bench/test_rounding.py"),
     )
 ]
+assert all(place.exists() for place in NUMERICAL), NUMERICAL
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
