@@ -26,6 +26,7 @@ from metanudge.experiments.problems import (
     seeded,
     vector,
 )
+from perturbation import perturbed
 
 __all__ = [
     "Quadratic",
@@ -87,7 +88,7 @@ def quadratic(
     generator = torch.Generator().manual_seed(seed)
     support = _quadratics(condition, dim, tasks, generator)
     query = support if same else _quadratics(condition, dim, tasks, generator)
-    model = Quadratic(torch.randn(dim, generator=generator, dtype=torch.float64), split)
+    model = Quadratic(perturbed(torch.randn(dim, generator=generator, dtype=torch.float64)), split)
     return Setup(model, quadratic_loss, TaskBatch(support=support, query=query))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from metanudge.cli import main
+from metanudge.tasks.omniglot_files import _SHA256
 from metanudge.training.config import TrainConfig
 from trained_runs import make_run, vector_run, vector_table, write_images
 
@@ -250,7 +251,7 @@ def test_archive_with_an_unsafe_entry(
 
 def test_archive_with_the_wrong_checksum(refuse: Refuse, tmp_path: Path) -> None:
     archives(tmp_path / "cache" / "omniglot", "images_background/x.png")
-    says(refuse("data", "verify", "omniglot"), "images_background.zip", "wrong checksum", "68d2efa1b9178cc56df9314c21c6e718", "Delete it")
+    says(refuse("data", "verify", "omniglot"), "images_background.zip", "wrong checksum", _SHA256["images_background"], "Delete it")
 
 
 # --- metanudge eval --------------------------------------------------------------------------------------------------
