@@ -152,6 +152,10 @@ class TrainConfig:
             raise UserError(f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of names such as 'head.*'.")
         if not self.seed < 1 << 63:
             raise UserError(f"{flag('seed')} {self.seed} is too large. Use a number below 2**63.")
+        if self.iterations * self.tasks >= 1 << 63:
+            raise UserError(
+                f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be numbered. Use fewer than 2**63 in all."
+            )
         if self.precision != "fp32" and self.dtype == "float64":
             raise UserError(f"--precision {self.precision} and --dtype float64 contradict each other. Leave one of them out.")
 

@@ -27,6 +27,7 @@ class MetricsLog:
     """
 
     def __init__(self, file: Path, *, size: int | None = None) -> None:
+        self._path = file
         self._file = file.open("ab")
         self.complete = size is None or self._file.tell() >= size
         if size is not None and self.complete:
@@ -37,6 +38,14 @@ class MetricsLog:
     def size(self) -> int:
         """Bytes so far."""
         return self._file.tell()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the file still has its name: a deleted or moved one can be written to, and nobody would see it."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except OSError:
+            return False
 
     def write(self, values: Values) -> None:
         """Add a line and hand it to the operating system."""

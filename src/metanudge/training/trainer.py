@@ -11,8 +11,10 @@ import torch
 from metanudge.training import specs
 from metanudge.training.config import TrainConfig
 from metanudge.training.distributed import Group
+from metanudge.training.divergence import check_steps
 from metanudge.training.errors import EXIT_DONE
 from metanudge.training.loop import Trainer
+from metanudge.training.memory import check_memory
 from metanudge.training.metrics import check_sinks
 from metanudge.training.plan import MAY_CHANGE, check_unchanged, claim, make_plan, try_out
 from metanudge.training.progress import ConsoleReporter, Quiet, Reporter
@@ -36,24 +38,29 @@ def train(config: TrainConfig, *, resume: Path | None = None, reporter: Reporter
 def _train(config: TrainConfig, resume: Path | None, group: Group, stop: StopRequest, reporter: Reporter) -> int:
     config.check()
     device = choose_device(config)
-    plan = group.share(lambda: make_plan(config, resume, group))
-    check_sinks(config)
-    source = group.one_after_the_other(lambda: build_source(config, device=device))
-    check_splits(config, source)
-    config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
-    if plan.saved is not None:
-        check_unchanged(plan, config)
-    learner = build_learner(config, source)
-    optimizer = specs.build_optimizer(config.optimizer, specs.parameter_groups(learner, config.lam_lr))
-    if plan.checkpoint is not None:
-        load_weights(learner, plan.checkpoint)
-        optimizer.load_state_dict(plan.checkpoint.state["optimizer"])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    with stop.interruptible():  # nothing is written yet
+        plan = group.share(lambda: make_plan(config, resume, group))
+        check_sinks(config)
+        source = group.one_after_the_other(lambda: build_source(config, device=device))
+        check_splits(config, source)
+        config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
+        if plan.saved is not None:
+            check_unchanged(plan, config)
+        learner = build_learner(config, source)
+        check_memory(config, source, len(group.slice(config.tasks)), learner)
+        if plan.saved is None:
+            check_steps(config.lam, learner.solver)
+        optimizer = specs.build_optimizer(config.optimizer, specs.parameter_groups(learner, config.lam_lr))
+        if plan.checkpoint is not None:
+            load_weights(learner, plan.checkpoint)
+            optimizer.load_state_dict(plan.checkpoint.state["optimizer"])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        with precision(config, device):
+            try_out(learner, source, config)
     with precision(config, device):
-        try_out(learner, source, config)
         group.share(lambda: claim(plan.folder, config))
         trainer = Trainer(config, plan, source, learner, optimizer, group, stop, reporter)
         try:
