@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import shutil
 import sys
 from typing import Any
 
@@ -15,6 +16,7 @@ _SPELLED = {
     "→": "->", "←": "<-", "±": "+/-", "×": "x", "·": "-", "…": "...", "–": "-", "—": "-", "−": "-", "≤": "<=", "≥": ">=", "≈": "~",
     "‖": "||", "²": "^2", "√": "sqrt", "‘": "'", "’": "'", "“": '"', "”": '"', "•": "*", "█": "#",
 }  # fmt: skip
+_NARROWEST = 40  # columns; with less, the flag parser's help does not come to an end
 _lost: dict[int, str] = {}  # descriptor → why nothing more is written to it
 
 
@@ -23,6 +25,8 @@ def prepare() -> None:
     for number in range(3):
         _occupy(number)
     codecs.register_error("metanudge", _spell)
+    if shutil.get_terminal_size().columns < _NARROWEST:
+        os.environ["COLUMNS"] = str(_NARROWEST)
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process)
     sys.stdout = _stream(sys.stdout, 1)

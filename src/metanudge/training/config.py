@@ -152,6 +152,10 @@ class TrainConfig:
             raise UserError(f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of names such as 'head.*'.")
         if not self.seed < 1 << 63:
             raise UserError(f"{flag('seed')} {self.seed} is too large. Use a number below 2**63.")
+        for name, value in self.to_dict().items():
+            if isinstance(value, str) and not value.isprintable() and value != value.encode(errors="ignore").decode():
+                shown = value.encode(errors="surrogateescape")
+                raise UserError(f"{flag(name)} {shown!r} is not valid UTF-8, so no configuration can hold it. Rename the file or folder.")
         if self.iterations * self.tasks >= 1 << 63:
             raise UserError(
                 f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be numbered. Use fewer than 2**63 in all."

@@ -13,20 +13,20 @@ EXIT_SIGTERM = 143
 
 EXIT_CODES = {
     EXIT_DONE: "done",
-    EXIT_BUG: "a check failed, or a bug (with a traceback)",
+    EXIT_BUG: "failed check or bug",
     EXIT_BAD_INPUT: "bad input",
     EXIT_NOT_FINITE: "NaN or Inf",
     EXIT_OUT_OF_MEMORY: "out of memory",
-    EXIT_CANNOT_WRITE: "disk full or run folder gone",
+    EXIT_CANNOT_WRITE: "cannot write",
     EXIT_SIGINT: "Ctrl-C",
-    EXIT_SIGTERM: "SIGTERM (both after saving; Ctrl-C twice leaves at once)",
+    EXIT_SIGTERM: "SIGTERM",
 }
 """What each code means, as `--help` says it."""
 
 
 def exit_codes() -> str:
     """All codes in one line."""
-    return " · ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
+    return " · ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + " (both after saving)"
 
 
 class UserError(Exception):

@@ -54,22 +54,23 @@ def halving(call: Callable[[], T], learner: MetaLearner, *, rows: int, halves: C
         note(chunk, learner.chunk)
 
 
-def check_memory(config: TrainConfig, source: Episodes, tasks: int, learner: MetaLearner) -> None:
-    """Refuse a run whose `tasks` of one process cannot fit, before any of them is drawn.
+def check_data_fits(config: TrainConfig, source: Episodes, tasks: int) -> None:
+    """Refuse a run where the examples of one meta-step's `tasks`, or the results of an evaluation, cannot fit, before any are drawn."""
+    _refuse_if_more(_data(config, source, tasks), source, config)
 
-    What is counted is what every run holds at least: the examples of the largest batch, the result of each evaluated task, and for
-    solves side by side three copies of the parameters each (φ, its displacement, its gradient). Activations come on top.
-    """
-    device, width = next(learner.parameters()).device, learner.estimator.width
-    free = free_memory(device) if device.type == "cuda" else available_memory()
-    evaluated = max(config.eval_tasks if config.eval_every else 0, config.test_tasks)
-    drawn = max(tasks, min(evaluated, config.tasks * width))
-    task = source.ways * (source.shots + source.queries) * (math.prod(source.input_shape) * source.dtype.itemsize + 8)
-    needs = {f"the examples of {drawn:,} tasks": drawn * task, f"the results of {evaluated:,} evaluated tasks": evaluated * 32}
-    _refuse_if_more(free, needs, config)
-    solves = min(tasks * width, _at_once(learner, source))
+
+def check_solves_fit(config: TrainConfig, source: Episodes, tasks: int, learner: MetaLearner) -> None:
+    """Refuse a run whose solves cannot fit side by side: three copies of the parameters each (φ, displacement, gradient) at the least."""
+    solves = min(tasks * learner.estimator.width, _at_once(learner, source))
     copies = 3 * sum(p.numel() * p.element_size() for p in learner.problem().parameters.values())
-    _refuse_if_more(free, needs | {f"{solves:,} solves side by side": solves * copies}, config)
+    _refuse_if_more(_data(config, source, tasks) | {f"{solves:,} solves side by side": int(solves * copies)}, source, config)
+
+
+def _data(config: TrainConfig, source: Episodes, tasks: int) -> dict[str, int]:
+    """What is held, and its bytes at least."""
+    evaluated = max(config.eval_tasks if config.eval_every else 0, config.test_tasks)
+    task = source.ways * (source.shots + source.queries) * (math.prod(source.input_shape) * source.dtype.itemsize + 8)
+    return {f"the examples of {tasks:,} tasks": tasks * task, f"the results of {evaluated:,} evaluated tasks": evaluated * 32}
 
 
 def _at_once(learner: MetaLearner, source: Episodes) -> float:
@@ -81,7 +82,8 @@ def _at_once(learner: MetaLearner, source: Episodes) -> float:
     return engine.chunk or math.inf
 
 
-def _refuse_if_more(free: int | None, needs: dict[str, int], config: TrainConfig) -> None:
+def _refuse_if_more(needs: dict[str, int], source: Episodes, config: TrainConfig) -> None:
+    free = free_memory(source.device) if source.device.type == "cuda" else available_memory()
     needed = sum(needs.values())
     if free is None or needed <= free:
         return

@@ -14,7 +14,7 @@ from metanudge.training.distributed import Group
 from metanudge.training.divergence import check_steps
 from metanudge.training.errors import EXIT_DONE
 from metanudge.training.loop import Trainer
-from metanudge.training.memory import check_memory
+from metanudge.training.memory import check_data_fits, check_solves_fit
 from metanudge.training.metrics import check_sinks
 from metanudge.training.plan import MAY_CHANGE, check_unchanged, claim, make_plan, try_out
 from metanudge.training.progress import ConsoleReporter, Quiet, Reporter
@@ -42,12 +42,15 @@ def _train(config: TrainConfig, resume: Path | None, group: Group, stop: StopReq
         plan = group.share(lambda: make_plan(config, resume, group))
         check_sinks(config)
         source = group.one_after_the_other(lambda: build_source(config, device=device))
+        tasks = len(group.slice(config.tasks))
+        check_data_fits(config, source, tasks)
         check_splits(config, source)
         config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
+        config.check()  # again: paths are absolute now
         if plan.saved is not None:
             check_unchanged(plan, config)
         learner = build_learner(config, source)
-        check_memory(config, source, len(group.slice(config.tasks)), learner)
+        check_solves_fit(config, source, tasks, learner)
         if plan.saved is None:
             check_steps(config.lam, learner.solver)
         optimizer = specs.build_optimizer(config.optimizer, specs.parameter_groups(learner, config.lam_lr))
