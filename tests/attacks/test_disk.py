@@ -93,9 +93,10 @@ def test_a_disk_that_fills_up(tmp_path: Path, whole: Path, monkeypatch: pytest.M
     run = tmp_path / "run"
     owner, name = WRITERS[what]
 
-    with monkeypatch.context() as patch, pytest.raises(StopTraining, match="No space left on device") as stopped:
-        reporter = After(4, lambda: patch.setattr(owner, name, full))  # the checkpoint of meta-step 3 is written
+    reporter = After(4, lambda: monkeypatch.setattr(owner, name, full))  # the checkpoint of meta-step 3 is written
+    with pytest.raises(StopTraining, match="No space left on device") as stopped:
         train(dataclasses.replace(TINY, out=str(run)), reporter=reporter)
+    monkeypatch.undo()
     assert stopped.value.code == 6
     assert f"--resume {run}" in str(stopped.value)
     assert "intact" in str(stopped.value)

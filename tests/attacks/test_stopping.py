@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,9 @@ def test_two_ranks_leave_a_validation_together(tmp_path: Path) -> None:
     ours, theirs = (read_metrics(folder / "metrics.jsonl") for folder in (run, alone))
     assert [row.keys() for row in ours] == [row.keys() for row in theirs]
     # float64, and sums in another order over two ranks; 20 well-conditioned meta-steps
-    assert [row["val_loss"] for row in ours if "val_loss" in row] == pytest.approx([r["val_loss"] for r in theirs if "val_loss" in r], rel=1e-10)
+    assert [row["val_loss"] for row in ours if "val_loss" in row] == pytest.approx(
+        [r["val_loss"] for r in theirs if "val_loss" in r], rel=1e-10
+    )
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -170,7 +173,14 @@ def test_a_signal_in_eval_and_adapt(
     since = attack(monkeypatch, owner, name, call=1, moment="within", number=number)
     flags = {
         "eval": ["--json", str(tmp_path / "out" / "found.json")],
-        "adapt": ["--support", str(tmp_path / "few.csv"), "--predict", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "out" / "l.csv")],
+        "adapt": [
+            "--support",
+            str(tmp_path / "few.csv"),
+            "--predict",
+            str(tmp_path / "rows.csv"),
+            "--out",
+            str(tmp_path / "out" / "l.csv"),
+        ],
     }
     assert main([command, str(run), *flags[command]]) == code
     assert since() < ALLOWED
@@ -229,24 +239,29 @@ def test_a_process_in_a_long_validation(tmp_path: Path) -> None:
 
 def test_what_cleans_up_is_not_interrupted_again() -> None:
     done = []
-    with pytest.raises(Interrupted), StopRequest() as stop, stop.interruptible():
+
+    def clean_up() -> None:
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
             time.sleep(0.6)  # longer than it takes until the signal is brought back to mind
             done.append(True)
+
+    with pytest.raises(Interrupted), StopRequest() as stop, stop.interruptible():
+        clean_up()
     assert done
 
 
 def test_an_interrupt_that_gets_lost_comes_again() -> None:
-    with pytest.raises(Interrupted), StopRequest() as stop, stop.interruptible():
-        try:
+    def lose_it() -> None:
+        with suppress(KeyboardInterrupt):  # as a callback from C may do
             signal.raise_signal(signal.SIGTERM)
-        except KeyboardInterrupt:  # as a callback from C may do
-            pass
         end = time.monotonic() + ALLOWED
         while time.monotonic() < end:
             time.sleep(0.001)
+
+    with pytest.raises(Interrupted), StopRequest() as stop, stop.interruptible():
+        lose_it()
 
 
 def test_the_timer_of_others_goes_on() -> None:

@@ -15,8 +15,9 @@ import signal
 import sys
 import time
 
-from metanudge.cli import errors, output
+from metanudge.cli import errors
 from metanudge.cli.errors import guarded
+from metanudge.training import output
 from metanudge.training.errors import EXIT_BAD_INPUT, exit_codes
 from metanudge.version import __version__
 

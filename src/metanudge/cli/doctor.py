@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
+
+from metanudge.cli.reproducibility import reproducibility
 
 if TYPE_CHECKING:
     import torch
@@ -28,18 +30,27 @@ OPTIONAL = {"tensorboard": "metanudge train --tensorboard", "wandb": "metanudge 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Show versions, devices, threads, memory and data, and check meta-gradients against the exact one.
+    """Show versions, devices, memory and data, and what is not reproducible here; check meta-gradients against the exact one.
 
     Exit code 0 when every check passes, 1 otherwise.
 
-    example: metanudge doctor
+    examples: metanudge doctor, metanudge doctor runs/first
     """
+
+    run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
+    """A run whose versions, threads and processor are compared with this machine's."""
 
 
 def run(argv: list[str]) -> int:
     """Run the command."""
-    tyro.cli(DoctorOptions, args=argv, prog="metanudge doctor", description=cleandoc(DoctorOptions.__doc__ or ""))
-    for title, lines in (("versions", versions()), ("machine", machine()), ("data", data()), ("optional packages", optional())):
+    options = tyro.cli(DoctorOptions, args=argv, prog="metanudge doctor", description=cleandoc(DoctorOptions.__doc__ or ""))
+    for title, lines in (
+        ("versions", versions()),
+        ("machine", machine()),
+        ("data", data()),
+        ("optional packages", optional()),
+        ("reproducibility", reproducibility(options.run)),
+    ):
         print(title)
         for name, text in lines:
             print(f"  {name:<11}  {text}")

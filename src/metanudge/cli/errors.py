@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from metanudge.training.errors import EXIT_BAD_INPUT, EXIT_CANNOT_WRITE, EXIT_SIGINT, StopTraining, UserError
+from metanudge.training.errors import EXIT_BAD_INPUT, EXIT_CANNOT_WRITE, EXIT_OUT_OF_MEMORY, EXIT_SIGINT, StopTraining, UserError
 from metanudge.training.signals import Interrupted, StopRequest
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -28,11 +28,16 @@ def guarded(command: Callable[[], int]) -> int:
         except KeyboardInterrupt as error:
             report(f"{error if isinstance(error, Interrupted) else 'Interrupted'}; nothing was lost.")
             return error.code if isinstance(error, Interrupted) else EXIT_SIGINT
-        except RuntimeError as error:
-            if type(error).__name__ != "CheckpointError":
-                raise
-            report(f"error: {error}")
-            return _code(error)
+        except (RuntimeError, MemoryError) as error:
+            if type(error).__name__ == "CheckpointError":
+                report(f"error: {error}")
+                return _code(error)
+            if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+                report(
+                    f"Out of memory ({str(error).splitlines()[0]}). Use a smaller model, fewer examples, or a device with more memory."
+                )
+                return EXIT_OUT_OF_MEMORY
+            raise
 
 
 def _code(error: BaseException | None) -> int:

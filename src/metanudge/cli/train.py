@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from metanudge.cli import output
+from metanudge.training import output
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError, exit_codes
 

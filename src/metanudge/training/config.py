@@ -158,7 +158,7 @@ class TrainConfig:
                 raise UserError(f"{flag(name)} {shown!r} is not valid UTF-8, so no configuration can hold it. Rename the file or folder.")
         if self.iterations * self.tasks >= 1 << 63:
             raise UserError(
-                f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be numbered. Use fewer than 2**63 in all."
+                f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be numbered: 2**63. Use fewer."
             )
         if self.precision != "fp32" and self.dtype == "float64":
             raise UserError(f"--precision {self.precision} and --dtype float64 contradict each other. Leave one of them out.")

@@ -16,13 +16,13 @@ def check_steps(lam: float, solver: Solver) -> None:
     Example:
         >>> check_steps(30.0, GradientDescent(lr=0.1, steps=5))
         Traceback (most recent call last):
-        metanudge.training.errors.UserError: --lam 30 with lr=0.1 in --solver: lr·λ is 3, and from 2 on every inner step ends further from \
-the initialisation than it began, whatever the data. Use lr below 2/λ = 0.0667, or --lam below 2/lr = 20.
+        metanudge.training.errors.UserError: --lam 30 with lr=0.1 in --solver: lr·λ is 3, and from 2 on every inner step ends \
+further from the initialisation than it began, whatever the data. Use lr below 2/λ = 0.0667, or --lam below 2/lr = 20.
     """
     if isinstance(solver, GradientDescent) and lam * solver.lr >= 2:
         raise UserError(
-            f"--lam {lam:g} with lr={solver.lr:g} in --solver: lr·λ is {lam * solver.lr:.3g}, and from 2 on every inner step ends further "
-            f"from the initialisation than it began, whatever the data. Use lr below 2/λ = {2 / lam:.3g}, or --lam below 2/lr = "
+            f"--lam {lam:g} with lr={solver.lr:g} in --solver: lr·λ is {lam * solver.lr:.3g}, and from 2 on every inner step ends "
+            f"further from the initialisation than it began, whatever the data. Use lr below 2/λ = {2 / lam:.3g}, or --lam below 2/lr = "
             f"{2 / solver.lr:.3g}."
         )
 
@@ -57,7 +57,7 @@ class DivergenceWatch:
         )
 
     def _remedy(self) -> str:
-        """Steps are stable below 2/(curvature + λ): a larger λ makes overshooting worse, a smaller one helps where λ is much of the sum."""
+        """Steps are stable below 2/(curvature + λ): a larger λ makes it worse, a smaller one helps where λ is much of the sum."""
         if self._pull is not None and self._pull > 0.5:
             return f"Use a smaller lr in --solver or a smaller --lam: lr·λ is {self._pull:.3g}, and lr·(curvature + λ) must stay below 2."
         return "Use a smaller lr in --solver."

@@ -350,7 +350,11 @@ class Trainer:
             yield
         except (OSError, CheckpointError) as error:
             what = str(error) if isinstance(error, CheckpointError) else f"{self.folder} cannot be written ({error.strerror or error})."
-            kept = f"The checkpoint of meta-step {self.saved_step} is intact." if self.saved_step is not None else "No checkpoint was written yet."
+            kept = (
+                f"The checkpoint of meta-step {self.saved_step} is intact."
+                if self.saved_step is not None
+                else "No checkpoint was written yet."
+            )
             raise StopTraining(
                 f"Stopped at meta-step {self.step}. {what} {kept} When there is space, go on with: "
                 f"metanudge train --resume {shlex.quote(str(self.folder))}",

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: what can be done again is broken off, a run is saved, and the exit code is 130 or 143. A second Ctrl-C leaves at once."""
+"""SIGINT and SIGTERM: what can be done again is broken off, a run is saved, the exit code is 130 or 143. Ctrl-C twice leaves at once."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ class Interrupted(KeyboardInterrupt):
 class StopRequest:
     """Remembers that somebody asked the program to stop; handlers are in place inside the `with` block.
 
+    Attributes:
+        signal: its number; None where nobody asked.
+        patience: so many seconds after a signal `Interrupted` is raised; None: never, it is only remembered.
+
     Example:
         >>> with StopRequest() as stop:
         ...     signal.raise_signal(signal.SIGTERM)
@@ -44,7 +48,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None
         self._since = 0.0
-        self._patience: float | None = None
+        self.patience: float | None = None
         self._before: dict[int, Any] = {}
         self._timer: tuple[float, float] | None = None
 
@@ -56,7 +60,7 @@ class StopRequest:
 
     @contextmanager
     def interruptible(self, patience: float = 0.0) -> Iterator[None]:
-        """In this block a signal raises `Interrupted`, once the block has had so many seconds to end by itself.
+        """A block with a patience of its own: a signal raises `Interrupted`, unless the block ends by itself before.
 
         Example:
             >>> with StopRequest() as stop, stop.interruptible():
@@ -64,12 +68,12 @@ class StopRequest:
             Traceback (most recent call last):
             metanudge.training.signals.Interrupted: Interrupted
         """
-        before, self._patience = self._patience, patience
+        before, self.patience = self.patience, patience
         try:
             self._break_off(None)
             yield
         finally:
-            self._patience = before
+            self.patience = before
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
@@ -98,7 +102,7 @@ class StopRequest:
             self._timer = signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
 
     def _break_off(self, frame: FrameType | None) -> None:
-        if self.signal is None or self._patience is None or time.monotonic() - self._since < self._patience:
+        if self.signal is None or self.patience is None or time.monotonic() - self._since < self.patience:
             return
         if isinstance(sys.exception(), Interrupted):  # on its way out: what cleans up shall end
             return

@@ -28,6 +28,7 @@ def train(config: TrainConfig, *, resume: Path | None = None, reporter: Reporter
     Raises `UserError` for what the user can put right (nothing is written then), `StopTraining` where a run ends early.
     """
     with StopRequest() as stop:
+        stop.patience = 0.0  # until something is written
         group = Group.from_environment()
         try:
             return _train(config, resume, group, stop, reporter or (ConsoleReporter() if group.leads else Quiet()))
@@ -38,32 +39,31 @@ def train(config: TrainConfig, *, resume: Path | None = None, reporter: Reporter
 def _train(config: TrainConfig, resume: Path | None, group: Group, stop: StopRequest, reporter: Reporter) -> int:
     config.check()
     device = choose_device(config)
-    with stop.interruptible():  # nothing is written yet
-        plan = group.share(lambda: make_plan(config, resume, group))
-        check_sinks(config)
-        source = group.one_after_the_other(lambda: build_source(config, device=device))
-        tasks = len(group.slice(config.tasks))
-        check_data_fits(config, source, tasks)
-        check_splits(config, source)
-        config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
-        config.check()  # again: paths are absolute now
-        if plan.saved is not None:
-            check_unchanged(plan, config)
-        learner = build_learner(config, source)
-        check_solves_fit(config, source, tasks, learner)
-        if plan.saved is None:
-            check_steps(config.lam, learner.solver)
-        optimizer = specs.build_optimizer(config.optimizer, specs.parameter_groups(learner, config.lam_lr))
-        if plan.checkpoint is not None:
-            load_weights(learner, plan.checkpoint)
-            optimizer.load_state_dict(plan.checkpoint.state["optimizer"])
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-        with precision(config, device):
-            try_out(learner, source, config)
+    plan = group.share(lambda: make_plan(config, resume, group))
+    check_sinks(config)
+    source = group.one_after_the_other(lambda: build_source(config, device=device))
+    tasks = len(group.slice(config.tasks))
+    check_data_fits(config, source, tasks)
+    check_splits(config, source)
+    config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
+    config.check()  # again: paths are absolute now
+    if plan.saved is not None:
+        check_unchanged(plan, config)
+    learner = build_learner(config, source)
+    check_solves_fit(config, source, tasks, learner)
+    if plan.saved is None:
+        check_steps(config.lam, learner.solver)
+    optimizer = specs.build_optimizer(config.optimizer, specs.parameter_groups(learner, config.lam_lr))
+    if plan.checkpoint is not None:
+        load_weights(learner, plan.checkpoint)
+        optimizer.load_state_dict(plan.checkpoint.state["optimizer"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     with precision(config, device):
+        try_out(learner, source, config)
+        stop.patience = None
         group.share(lambda: claim(plan.folder, config))
         trainer = Trainer(config, plan, source, learner, optimizer, group, stop, reporter)
         try:

@@ -59,7 +59,9 @@ def _stream(old: Any, number: int) -> Any:
         old.reconfigure(errors="metanudge")
         return old
     kept = {name: getattr(old, name, None) for name in ("encoding", "line_buffering", "write_through")}
-    return io.TextIOWrapper(io.BufferedWriter(_Descriptor(number)), **({"encoding": "utf-8"} if old is None else kept), errors="metanudge")
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Descriptor(number)), **({"encoding": "utf-8"} if old is None else kept), errors="metanudge"
+    )
 
 
 class _Descriptor(io.FileIO):
