@@ -43,7 +43,8 @@ class DurationWatch:
         if left * step + evaluation < _LONG:
             return None
         return (
-            f"This will take about {clock(left * step + evaluation)} on this CPU: {left} meta-steps of {step:.2g} s, and {evaluated} tasks "
-            f"to evaluate. To cut it: fewer --iterations or --tasks ({config.tasks}), --eval-tasks, --test-tasks, --queries; a smaller "
-            "--model (conv4:channels=32); smaller images (--data-options image_size=28); a GPU (--device cuda). Ctrl-C saves; --resume goes on."
+            f"This will take about {clock(left * step + evaluation)} on this CPU: {left} meta-steps of {step:.2g} s, and {evaluated} "
+            f"tasks to evaluate. To cut it: fewer --iterations or --tasks ({config.tasks}), --eval-tasks, --test-tasks, --queries; a "
+            "smaller --model (conv4:channels=32); smaller images (--data-options image_size=28); a GPU (--device cuda). Ctrl-C saves; "
+            "--resume goes on."
         )

@@ -90,8 +90,8 @@ def _refuse_if_more(needs: dict[str, int], source: Episodes, config: TrainConfig
     detail = ", ".join(f"{_gib(size)} for {what}" for what, size in needs.items() if size > needed // 100)
     raise UserError(
         f"--tasks {config.tasks} with --eval-tasks {config.eval_tasks} and --test-tasks {config.test_tasks} needs at least "
-        f"{_gib(needed)} of memory ({detail}), and {_gib(free)} are free. Use fewer of them, fewer --shots or --queries, or a --chunk of solves to be "
-        "held at once."
+        f"{_gib(needed)} of memory ({detail}), and {_gib(free)} are free. Use fewer of them, fewer --shots or --queries, or a --chunk of "
+        "solves to be held at once."
     )
 
 

@@ -63,10 +63,12 @@ class StopRequest:
         """A block with a patience of its own: a signal raises `Interrupted`, unless the block ends by itself before.
 
         Example:
-            >>> with StopRequest() as stop, stop.interruptible():
-            ...     signal.raise_signal(signal.SIGINT)
-            Traceback (most recent call last):
-            metanudge.training.signals.Interrupted: Interrupted
+            >>> try:
+            ...     with StopRequest() as stop, stop.interruptible():
+            ...         signal.raise_signal(signal.SIGTERM)
+            ... except Interrupted as error:
+            ...     print(error, error.code)
+            Asked to stop 143
         """
         before, self.patience = self.patience, patience
         try:
