@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from metanudge.bench.config import BenchConfig
+from metanudge.training import output
 from metanudge.training.errors import EXIT_BAD_INPUT, UserError
 
 
@@ -90,4 +91,5 @@ def _text(default: object) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    output.prepare()
+    sys.exit(output.finish(main()))

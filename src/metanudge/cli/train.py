@@ -10,8 +10,9 @@ from pathlib import Path
 
 import tyro
 
+from metanudge.training import output
 from metanudge.training.config import ChangedError, TrainConfig
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, exit_codes
 from metanudge.training.trust import check_trust
 
 HELP = "meta-train a few-shot learner, or resume a run"
@@ -26,7 +27,9 @@ Examples:
   metanudge train --config runs/a/config.json --seed 1 --out runs/b
   metanudge train --resume runs/a
 
-Exit codes: 0 done, 2 bad input, 4 NaN or Inf, 5 out of memory, 130 Ctrl-C and 143 SIGTERM (after saving; Ctrl-C twice leaves at once)."""
+A run whose output nobody reads any more (| head) goes on; what it writes is in its folder.
+
+Exit codes: {codes}"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def parse(argv: list[str]) -> Arguments:
         Arguments,
         args=argv,
         prog="metanudge train",
-        description=_DESCRIPTION,
+        description=_DESCRIPTION.format(codes=exit_codes()),
         default=Arguments(base, resume, file),
     )
     if origin is not None and not arguments.trust:
@@ -116,4 +119,5 @@ def run(argv: list[str]) -> int:
         )
     from metanudge.training.trainer import train  # loads torch, which --help must not wait for
 
+    output.going_on()
     return train(config, resume=arguments.resume, allow_changed_data=arguments.allow_changed_data)

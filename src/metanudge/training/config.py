@@ -166,6 +166,14 @@ class TrainConfig:
             raise UserError(f"--lam-lr {self.lam_lr} was given, but λ is not learned. Add --learn-lam tensor, or leave --lam-lr out.")
         if not self.patterns:
             raise UserError(f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of names such as 'head.*'.")
+        for name, value in self.to_dict().items():
+            if isinstance(value, str) and not value.isprintable() and value != value.encode(errors="ignore").decode():
+                shown = value.encode(errors="surrogateescape")
+                raise UserError(f"{flag(name)} {shown!r} is not valid UTF-8, so no configuration can hold it. Rename the file or folder.")
+        if self.iterations * self.tasks >= 1 << 63:
+            raise UserError(
+                f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be numbered: 2**63. Use fewer."
+            )
         if self.precision != "fp32" and self.dtype == "float64":
             raise UserError(f"--precision {self.precision} and --dtype float64 contradict each other. Leave one of them out.")
 

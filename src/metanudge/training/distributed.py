@@ -109,6 +109,14 @@ class Group:
             dist.all_reduce(tensor)
         return tensor
 
+    def agree(self, number: int | None) -> int | None:
+        """The largest of the ranks' numbers, the same on every rank; None where no rank has one."""
+        if self.world == 1:
+            return number
+        largest = torch.tensor([number or 0])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest) or None
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
         if self.world == 1:

@@ -30,6 +30,7 @@ class MetricsLog:
     """
 
     def __init__(self, file: Path, *, size: int | None = None) -> None:
+        self._path = file
         self._file = open_to_append(file)
         if size is not None and self._file.tell() >= size:
             self._file.truncate(size)
@@ -45,6 +46,14 @@ class MetricsLog:
     def sha256(self) -> str:
         """Of the bytes so far, as they were written."""
         return self._digest.hexdigest()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the file still has its name: a deleted or moved one can be written to, and nobody would see it."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except OSError:
+            return False
 
     def write(self, values: Values) -> None:
         """Add a line and hand it to the operating system."""

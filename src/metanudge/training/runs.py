@@ -408,7 +408,7 @@ def _all_options(config: TrainConfig) -> str:
 @contextmanager
 def precision(config: TrainConfig, device: torch.device) -> Iterator[None]:
     """Compute in the precision that a configuration asks for."""
-    tf32 = config.precision == "tf32"
+    tf32 = config.precision == "tf32" and device.type == "cuda"
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32

@@ -38,7 +38,8 @@ def facts(config: TrainConfig, source: Episodes, learner: MetaLearner, group: Gr
     device, own = choose_device(config), group.slice(config.tasks)
     engine, why = learner.choose_engine(source.batch(range(max(1, len(own)))))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    where = f"{name}, {config.dtype}" + (f", {config.precision}" if config.precision != "fp32" else "")
+    plain = config.precision == "fp32" or (config.precision == "tf32" and device.type == "cpu")
+    where = f"{name}, {config.dtype}" + ("" if plain else f", {config.precision}")
     return [
         ("data", f"{config.data}: {shape}; {config.tasks} tasks per meta-step"),
         ("inputs", describe_inputs(source)),

@@ -12,10 +12,12 @@ from metanudge.training import specs
 from metanudge.training.config import MAY_CHANGE, TrainConfig
 from metanudge.training.continuing import check_data, check_unchanged, load_optimizer, say_what_differs
 from metanudge.training.distributed import Group
+from metanudge.training.divergence import check_steps
 from metanudge.training.environment import environment
 from metanudge.training.errors import EXIT_DONE
 from metanudge.training.lock import RunLock
 from metanudge.training.loop import Trainer
+from metanudge.training.memory import check_data_fits, check_solves_fit
 from metanudge.training.metrics import check_sinks
 from metanudge.training.plan import claim, make_plan, try_out
 from metanudge.training.progress import ConsoleReporter, Quiet, Reporter
@@ -30,6 +32,7 @@ def train(config: TrainConfig, *, resume: Path | None = None, reporter: Reporter
     Raises `UserError` for what the user can put right (nothing is written then), `StopTraining` where a run ends early.
     """
     with StopRequest() as stop:
+        stop.patience = 0.0  # until something is written
         group = Group.from_environment()
         reporter = reporter or (ConsoleReporter() if group.leads else Quiet())
         try:
@@ -48,6 +51,8 @@ def _train(
     check_sinks(config)
     remembered = DataShapes.from_dict(plan.checkpoint.state["shapes"]) if plan.checkpoint is not None else None
     source = group.one_after_the_other(lambda: build_source(config, device=device, remembered=remembered))
+    tasks = len(group.slice(config.tasks))
+    check_data_fits(config, source, tasks)
     check_splits(config, source)
     config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
     config.check()  # once more: it has absolute paths now
@@ -58,6 +63,9 @@ def _train(
         if group.leads:
             check_summary(plan.folder, reporter.note)
     learner = build_learner(config, source)
+    check_solves_fit(config, source, tasks, learner)
+    if plan.saved is None:
+        check_steps(config.lam, learner.solver)
     optimizer = specs.build_optimizer(config.optimizer, specs.parameter_groups(learner, config.lam_lr))
     if plan.checkpoint is not None:
         load_weights(learner, plan.checkpoint)
@@ -68,6 +76,7 @@ def _train(
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     with precision(config, device):
         try_out(learner, source, config)
+        stop.patience = None
         folder = group.share(lambda: claim(plan, config, lock))
         config, plan = dataclasses.replace(config, out=str(folder)), dataclasses.replace(plan, folder=folder)
         trainer = Trainer(config, plan, source, learner, optimizer, group, stop, reporter)
