@@ -17,7 +17,9 @@ from metanudge.engines import Cost, Engine, InplaceEngine, StackedEngine, Stacki
 from metanudge.engines.capture import Captures
 from metanudge.engines.compiled import compilation, compiles
 from metanudge.engines.inplace import InplaceInner
+from metanudge.engines.ownership import claimed
 from metanudge.engines.randomness import mix
+from metanudge.engines.uninterrupted import obey, restored, uninterrupted
 from metanudge.estimators import FOBMAML, Estimator, NonFiniteError, Stats, meta_gradient
 from metanudge.evaluation import Evaluation, evaluate
 from metanudge.params import Params
@@ -131,8 +133,9 @@ class MetaLearner(nn.Module):
             # What the key knows by its id is kept alive with it: a freed object's id may be given to another.
             kept = (self.model, self.loss, dict(self.lam) if isinstance(self.lam, Mapping) else self.lam, self.regulariser, self.log_lam)
             term = self.log_lam if self.log_lam is not None else self.lam
-            self._cached = (key, Problem(Objective(self.model, self.loss), term, adapt=patterns, regulariser=self.regulariser), kept)
+            problem = Problem(Objective(self.model, self.loss), term, adapt=patterns, regulariser=self.regulariser)
             self._choice.cannot_stack = None
+            self._cached = (key, problem, kept)
         return self._cached[1]
 
     def stiffness(self) -> Params:
@@ -165,7 +168,8 @@ class MetaLearner(nn.Module):
     def backward(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> Stats:
         """Add the mean meta-gradient of the tasks to the parameters' `.grad`, like `loss.backward()`.
 
-        Nothing is written when anything goes wrong on the way. Hooks on the parameters see the meta-gradient as they would see an
+        Nothing is written when anything goes wrong on the way, an interrupt (Ctrl-C) included: it waits for the end of a loss evaluation.
+        Hooks on the parameters see the meta-gradient as they would see an
         ordinary gradient; what hangs on autograd itself, such as `DistributedDataParallel`, needs `learner(tasks).backward()`.
 
         Args:
@@ -174,14 +178,17 @@ class MetaLearner(nn.Module):
             seed: of this call's dropout masks and minibatches. Default: from the learner's seed and the number of calls so far.
             first: place of the first task in a meta-batch shared among machines, so that each task's draws are the same wherever it runs.
         """
-        gradient, stats = self.meta_gradient(tasks, metrics=metrics, seed=seed, first=first)
-        assert self._cached is not None
-        parameters = self._cached[1].meta_parameters
-        leaves = [leaf if leaf.dtype == p.dtype else leaf.to(p) for leaf, p in ((gradient.pop(n), p) for n, p in parameters.items())]
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters.values()):
-            _Gradients.apply(leaves, *parameters.values()).backward()
-        else:
-            _add_to_grad(leaves, list(parameters.values()))
+        with self._at_work():
+            gradient, stats = self._meta_gradient(tasks, metrics=metrics, seed=seed, first=first)
+            assert self._cached is not None
+            parameters = self._cached[1].meta_parameters
+            leaves = [leaf if leaf.dtype == p.dtype else leaf.to(p) for leaf, p in ((gradient.pop(n), p) for n, p in parameters.items())]
+            obey()
+            if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters.values()):
+                _Gradients.apply(leaves, *parameters.values()).backward()
+            else:
+                _add_to_grad(leaves, list(parameters.values()))
+            self._count()
         return stats
 
     def forward(self, tasks: Tasks, *, seed: int | None = None) -> Tensor:
@@ -194,6 +201,12 @@ class MetaLearner(nn.Module):
 
     def meta_gradient(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> tuple[Params, Stats]:
         """The mean meta-gradient, keyed like `model.named_parameters()`, then `log_lam.…` where λ is learned; writes no `.grad`."""
+        with self._at_work():
+            result = self._meta_gradient(tasks, metrics=metrics, seed=seed, first=first)
+            self._count()
+        return result
+
+    def _meta_gradient(self, tasks: Tasks, *, metrics: bool, seed: int | None, first: int) -> tuple[Params, Stats]:
         batch = TaskBatch.of(tasks)
         if seed is None:
             seed = mix(self.seed, self.calls)
@@ -204,10 +217,12 @@ class MetaLearner(nn.Module):
             options: dict[str, Any] = {"seed": seed, "metrics": metrics, "first": first, "captures": captures}
             return meta_gradient(problem, batch, solver=solver, estimator=estimator, engine=engine, **options)
 
-        result = self._on_engine(batch, problem, run)
+        return self._on_engine(batch, problem, run)
+
+    def _count(self) -> None:
+        """A meta-gradient was made, and has reached whom it was for."""
         self.tuner.count()
         self.calls += 1
-        return result
 
     def choose_nu(self, tasks: Tasks, *, seed: int | None = None, first: int = 0, rungs_at_once: int = 1) -> NuEstimate:
         """Choose ν on these tasks now, for an estimator with `nu="auto"`; otherwise `meta_gradient` does it when it is time.
@@ -224,8 +239,9 @@ class MetaLearner(nn.Module):
         batch = TaskBatch.of(tasks)
         options: dict[str, Any] = {"solver": self.solver, "first": first, "rungs_at_once": rungs_at_once}
         options["seed"] = mix(self.seed, self.calls) if seed is None else seed
-        problem = self.problem()
-        return self._on_engine(batch, problem, lambda engine: self.tuner.look(estimator, problem, batch, engine=engine, **options))
+        with self._at_work():
+            problem = self.problem()
+            return self._on_engine(batch, problem, lambda engine: self.tuner.look(estimator, problem, batch, engine=engine, **options))
 
     def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
         """A copy of the model adapted to a support set; the learner and its model stay as they are.
@@ -235,7 +251,7 @@ class MetaLearner(nn.Module):
             steps: number of steps, if not the solver's own.
             seed: of dropout masks and minibatches.
         """
-        with _gradients_on(), compilation(self.compiled):
+        with self._at_work(alone=False):
             adapted = copy.deepcopy(self.model)
             problem = Problem(Objective(adapted, self.loss), self.problem().proximal, adapt=self.adapting)
             batch = TaskBatch.of(Task(support, support))
@@ -256,7 +272,7 @@ class MetaLearner(nn.Module):
         """Adapt to every task's support set and measure on its query set. Changes nothing."""
         batch = TaskBatch.of(tasks)
         solver = self._solver(steps)
-        with _gradients_on(), compilation(self.compiled):
+        with self._at_work():
             problem = self.problem()
             problem.check_tasks(batch)
             engine, _ = self._choose(batch, problem)
@@ -285,29 +301,29 @@ class MetaLearner(nn.Module):
 
     def _on_engine(self, batch: TaskBatch, problem: Problem, run: Callable[[Engine], T]) -> T:
         """Run on the engine for a batch, and in place where the model turns out not to stack and the choice is ours."""
-        with _gradients_on(), compilation(self.compiled):
-            engine, _ = self._choose(batch, problem)
-            try:
-                return run(engine)
-            except StackingError as error:
-                if self.engine != "auto" or "inplace" not in self.estimator.engines:
-                    raise
-                self._fall_back(error)
-                return run(InplaceEngine())
+        engine, _ = self._choose(batch, problem)
+        try:
+            return run(engine)
+        except StackingError as error:
+            if self.engine != "auto" or "inplace" not in self.estimator.engines:
+                raise
+            self._fall_back(error)
+            return run(InplaceEngine())
 
     def _fall_back(self, error: StackingError) -> None:
         self._choice.cannot_stack = str(error)
         logger.warning("engine: in place from now on. %s", error)
 
+    @contextmanager
+    def _at_work(self, *, alone: bool = True) -> Iterator[None]:
+        """Within, signals wait, the model is ours (or at least nobody else's), and gradients are on, as inner solves need them."""
+        enabled = torch.is_grad_enabled()
+        with uninterrupted(), claimed(self.model, alone=alone), restored(lambda: torch._C._set_grad_enabled(enabled)):
+            with torch.inference_mode(False), torch.enable_grad(), compilation(self.compiled):
+                yield
+
     def _solver(self, steps: int | None) -> Solver:
         return self.solver if steps is None else dataclasses.replace(self.solver, steps=steps)  # type: ignore[type-var]
-
-
-@contextmanager
-def _gradients_on() -> Iterator[None]:
-    """Inner solves need gradients, also where the caller has switched them off."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def _fingerprint(lam: Stiffness) -> Any:
@@ -319,13 +335,22 @@ def _fingerprint(lam: Stiffness) -> Any:
 
 @torch.no_grad()
 def _add_to_grad(gradients: list[Tensor], parameters: list[nn.Parameter]) -> None:
-    """What autograd does where no hook is registered, in a fraction of its time: a thread of its own and a node for each parameter."""
-    known = [(p.grad, g) for p, g in zip(parameters, gradients, strict=True) if p.grad is not None]
-    if known:
-        torch._foreach_add_([grad for grad, _ in known], [g for _, g in known])
-    for p, g in zip(parameters, gradients, strict=True):
-        if p.grad is None:
-            p.grad = g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+    """What autograd does where no hook is registered, in a fraction of its time: a thread of its own and a node for each parameter.
+
+    All are written or none: the first ones can be taken back, the others are written at once.
+    """
+    pairs = list(zip(parameters, gradients, strict=True))
+    known = [(p.grad, g) for p, g in pairs if p.grad is not None]
+    new = [(p, g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)) for p, g in pairs if p.grad is None]
+    try:
+        for p, g in new:
+            p.grad = g
+        if known:
+            torch._foreach_add_([grad for grad, _ in known], [g for _, g in known])
+    except BaseException:
+        for p, _ in new:
+            p.grad = None
+        raise
 
 
 class _Gradients(torch.autograd.Function):

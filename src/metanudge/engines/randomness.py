@@ -6,15 +6,22 @@ tasks and nudges, different from step to step and from meta-step to meta-step.
 
 The engines agree on minibatches always, on dropout masks where torch draws them alike with and without `vmap`: on the CPU for contiguous
 tensors. Elsewhere (CUDA's fused dropout, transposed tensors) each engine has masks of its own, as good as the other's.
+
+torch's generators are the whole process's. On a CPU a model that draws does so from a generator of its own (see `own_generator`), so that
+what other threads draw meanwhile changes nothing. On other devices, in modules made by `torch.compile` and inside
+`torch.utils.checkpoint` it draws from the global one, and there other threads should not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from metanudge.engines.own_generator import OwnGenerator, is_compiled
+from metanudge.engines.uninterrupted import obey, restored
 
 _MASK = (1 << 64) - 1
 
@@ -30,11 +37,17 @@ def mix(*numbers: int) -> int:
 
 
 class Draws:
-    """Seeds torch's generators for one loss evaluation after the other on one device."""
+    """Seeds torch's generators for one loss evaluation after the other on one device.
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    Args:
+        model: what draws, where it is a module.
+    """
+
+    def __init__(self, seed: int, device: torch.device, model: nn.Module | None = None) -> None:
         self.seed = seed
         self.used = False
+        self._own = OwnGenerator() if device.type == "cpu" and (model is None or not is_compiled(model)) else None
+        self._looked_at: set[str] = set()
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
@@ -44,12 +57,18 @@ class Draws:
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[index])
 
-    def seed_for(self, step: int, which: str) -> None:
-        """Seed the generators for the evaluation of the `"support"` or `"query"` loss at an inner step."""
+    def seeded(self, step: int, which: str) -> AbstractContextManager[object]:
+        """Within, the `"support"` or `"query"` loss at an inner step is evaluated: with its random numbers, unless a signal waits."""
+        obey()
         value = mix(self.seed, step, 0 if which == "support" else 1)
         self._look()
         for generator in self._generators:
             generator.manual_seed(value)
+        # A model that drew nothing when it was looked at does not pay for the detour.
+        if self._own is None or (which in self._looked_at and not self._own.used):
+            return nullcontext()
+        self._looked_at.add(which)
+        return self._own.seeded(value)
 
     def _look(self) -> None:
         """Note whether a CUDA generator was used since it was seeded."""
@@ -59,14 +78,16 @@ class Draws:
     def preserved(self) -> Iterator[None]:
         """Restore the generators' states on the way out."""
         states = [generator.get_state() for generator in self._generators]
-        for generator in self._generators[1:]:
-            generator.manual_seed(self.seed)
-        try:
-            yield
-            self._look()
-        finally:
+
+        def restore() -> None:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
+
+        with restored(restore):
+            for generator in self._generators[1:]:
+                generator.manual_seed(self.seed)
+            yield
+            self._look()
 
 
 def minibatch(seed: int, place: int, step: int, size: int, batch_size: int) -> Tensor:
