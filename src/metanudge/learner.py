@@ -178,10 +178,9 @@ class MetaLearner(nn.Module):
             seed: of this call's dropout masks and minibatches. Default: from the learner's seed and the number of calls so far.
             first: place of the first task in a meta-batch shared among machines, so that each task's draws are the same wherever it runs.
         """
-        with self._at_work():
-            gradient, stats = self._meta_gradient(tasks, metrics=metrics, seed=seed, first=first)
-            assert self._cached is not None
-            parameters = self._cached[1].meta_parameters
+        with self._at_work() as problem:
+            gradient, stats = self._meta_gradient(problem, tasks, metrics=metrics, seed=seed, first=first)
+            parameters = problem.meta_parameters
             leaves = [leaf if leaf.dtype == p.dtype else leaf.to(p) for leaf, p in ((gradient.pop(n), p) for n, p in parameters.items())]
             obey()
             if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters.values()):
@@ -201,16 +200,16 @@ class MetaLearner(nn.Module):
 
     def meta_gradient(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> tuple[Params, Stats]:
         """The mean meta-gradient, keyed like `model.named_parameters()`, then `log_lam.…` where λ is learned; writes no `.grad`."""
-        with self._at_work():
-            result = self._meta_gradient(tasks, metrics=metrics, seed=seed, first=first)
+        with self._at_work() as problem:
+            result = self._meta_gradient(problem, tasks, metrics=metrics, seed=seed, first=first)
             self._count()
         return result
 
-    def _meta_gradient(self, tasks: Tasks, *, metrics: bool, seed: int | None, first: int) -> tuple[Params, Stats]:
+    def _meta_gradient(self, problem: Problem, tasks: Tasks, *, metrics: bool, seed: int | None, first: int) -> tuple[Params, Stats]:
         batch = TaskBatch.of(tasks)
         if seed is None:
             seed = mix(self.seed, self.calls)
-        problem, solver, captures = self.problem(), self.solver, self._captures if self.compiled and compiles() else None
+        solver, captures = self.solver, self._captures if self.compiled and compiles() else None
 
         def run(engine: Engine) -> tuple[Params, Stats]:
             estimator = self.tuner.settled(self.estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=first)
@@ -239,8 +238,7 @@ class MetaLearner(nn.Module):
         batch = TaskBatch.of(tasks)
         options: dict[str, Any] = {"solver": self.solver, "first": first, "rungs_at_once": rungs_at_once}
         options["seed"] = mix(self.seed, self.calls) if seed is None else seed
-        with self._at_work():
-            problem = self.problem()
+        with self._at_work() as problem:
             return self._on_engine(batch, problem, lambda engine: self.tuner.look(estimator, problem, batch, engine=engine, **options))
 
     def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
@@ -251,9 +249,9 @@ class MetaLearner(nn.Module):
             steps: number of steps, if not the solver's own.
             seed: of dropout masks and minibatches.
         """
-        with self._at_work(alone=False):
+        with self._at_work(alone=False) as own:
             adapted = copy.deepcopy(self.model)
-            problem = Problem(Objective(adapted, self.loss), self.problem().proximal, adapt=self.adapting)
+            problem = Problem(Objective(adapted, self.loss), own.proximal, adapt=self.adapting)
             batch = TaskBatch.of(Task(support, support))
             problem.check_tasks(batch)
             with InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
@@ -272,8 +270,7 @@ class MetaLearner(nn.Module):
         """Adapt to every task's support set and measure on its query set. Changes nothing."""
         batch = TaskBatch.of(tasks)
         solver = self._solver(steps)
-        with self._at_work():
-            problem = self.problem()
+        with self._at_work() as problem:
             problem.check_tasks(batch)
             engine, _ = self._choose(batch, problem)
             try:
@@ -315,12 +312,14 @@ class MetaLearner(nn.Module):
         logger.warning("engine: in place from now on. %s", error)
 
     @contextmanager
-    def _at_work(self, *, alone: bool = True) -> Iterator[None]:
+    def _at_work(self, *, alone: bool = True) -> Iterator[Problem]:
         """Within, signals wait, the model is ours (or at least nobody else's), and gradients are on, as inner solves need them."""
         enabled = torch.is_grad_enabled()
-        with uninterrupted(), claimed(self.model, alone=alone), restored(lambda: torch._C._set_grad_enabled(enabled)):
+        assert self._cached is not None
+        with uninterrupted(), claimed(self._cached[1], alone=alone), restored(lambda: torch._C._set_grad_enabled(enabled)):
+            problem = self.problem()  # only now: another thread's work would look like exchanged parameters
             with torch.inference_mode(False), torch.enable_grad(), compilation(self.compiled):
-                yield
+                yield problem
 
     def _solver(self, steps: int | None) -> Solver:
         return self.solver if steps is None else dataclasses.replace(self.solver, steps=steps)  # type: ignore[type-var]

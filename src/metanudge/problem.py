@@ -175,6 +175,12 @@ class Problem:
         """The model and all its parts."""
         return list(self.objective.model.modules())
 
+    @cached_property
+    def parts(self) -> frozenset[int]:
+        """Identities of the modules of model and loss that have tensors, and of these tensors."""
+        modules = [(m, [*m._parameters.values(), *m._buffers.values()]) for m in self.objective.modules()]
+        return frozenset(id(part) for module, tensors in modules if tensors for part in (module, *tensors) if part is not None)
+
     @property
     def lam(self) -> Params:
         """λ of each parameter that adapts, 0-d or of its shape; a `TypeError` where the proximal term is no ½‖φ − θ‖²_λ."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import metanudge as mn
 from metanudge.engines import ownership
+from metanudge.engines.randomness import Draws
 
 ENGINES = ["inplace", "stacked"]
 
@@ -89,7 +90,7 @@ class Pause:
 
     def __call__(self) -> None:
         self.entered.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(20)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -101,15 +102,17 @@ def test_a_model_in_use_is_refused_before_anything_is_touched(engine: str, use: 
     learner, other = learner_of(model, engine), learner_of(Net(first=model.first), engine)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(learner.backward, tasks)
-        assert pause.entered.wait(60)
-        before = [(p, p.grad, p._version) for p in other.parameters()]
-        with pytest.raises(RuntimeError, match=r"in use in another thread \(ThreadPoolExecutor.*copy.deepcopy\(model\)"):
-            getattr(other, use)(tasks[0].support if use == "adapt" else tasks)
-        assert all(p.grad is grad and p._version == version for p, grad, version in before)
-        with pytest.raises(RuntimeError, match="in use in another thread"):  # one learner in two threads
-            learner.evaluate(tasks)
-        pause.go_on.set()
-        running.result(60)
+        assert pause.entered.wait(20)
+        try:
+            before = [(p, p.grad, p._version) for p in other.parameters()]
+            with pytest.raises(RuntimeError, match=r"in use in another thread \(ThreadPoolExecutor.*copy.deepcopy\(model\)"):
+                getattr(other, use)(tasks[0].support if use == "adapt" else tasks)
+            assert all(p.grad is grad and p._version == version for p, grad, version in before)
+            with pytest.raises(RuntimeError, match="in use in another thread"):  # one learner in two threads
+                learner.evaluate(tasks)
+        finally:
+            pause.go_on.set()
+        running.result(20)
     other.backward(tasks)
 
 
@@ -119,7 +122,7 @@ def test_adaptations_of_one_model_may_run_at_once() -> None:
     net = Net()
     learner, support = learner_of(net), some_tasks(0)[0].support
     alone = learner.adapt(support)
-    net.between = lambda: barrier.wait(60) and None  # type: ignore[func-returns-value]
+    net.between = lambda: barrier.wait(20) and None  # type: ignore[func-returns-value]
     with ThreadPoolExecutor(2) as pool:
         adapted = list(pool.map(learner.adapt, [support, support]))
     for model in adapted:
@@ -127,16 +130,17 @@ def test_adaptations_of_one_model_may_run_at_once() -> None:
 
 
 def test_a_claim_ends_with_its_block() -> None:
-    model = nn.Linear(2, 1)
+    problem = learner_of(Net()).problem()
 
     def fail() -> None:
-        with ownership.claimed(model), ownership.claimed(model):  # the same thread may have it twice
+        with ownership.claimed(problem), ownership.claimed(problem):  # the same thread may have it twice
             raise ValueError
 
     with pytest.raises(ValueError):
         fail()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(ownership.claimed(model).__enter__).result(60)
+        pool.submit(ownership.claimed(problem).__enter__).result(20)
+    ownership._claims.clear()
 
 
 class Stranger:
@@ -151,7 +155,7 @@ class Stranger:
     def __call__(self) -> None:
         self._done.clear()
         self._orders.put(True)
-        assert self._done.wait(60)
+        assert self._done.wait(20)
 
     def _work(self) -> None:
         while self._orders.get():
@@ -160,7 +164,7 @@ class Stranger:
 
     def leave(self) -> None:
         self._orders.put(False)
-        self._thread.join(60)
+        self._thread.join(20)
 
 
 class Noisy(nn.Module):
@@ -207,6 +211,22 @@ def test_random_numbers_do_not_depend_on_what_other_threads_draw(kind: type[Nois
         stranger.leave()
         model.between = lambda: None
     assert not equal(list(learner.meta_gradient(tasks, seed=1)[0].values()), alone)
+
+
+def test_a_model_that_begins_to_draw_is_noticed() -> None:
+    torch.manual_seed(0)
+    model = Noisy().eval()
+    learner, tasks = learner_of(nn.Sequential(model, nn.Dropout(0.0)), "inplace"), some_tasks(0)
+    gradient(learner, tasks)
+    model.train()  # another mode: looked at again
+    gradient(learner, tasks)
+    assert Draws(0, torch.device("cpu"), learner.problem().modules)._own is not None
+    quiet = learner_of(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.0), Net(first=nn.Linear(2, 4))), "inplace")
+    gradient(quiet, tasks)
+    assert Draws(0, torch.device("cpu"), quiet.problem().modules)._own is None
+    quiet.model[1].p = 0.5
+    gradient(quiet, tasks)
+    assert Draws(0, torch.device("cpu"), quiet.problem().modules)._own is not None
 
 
 class Partly(nn.Module):

@@ -124,9 +124,9 @@ class InplaceEngine:
     ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch as groups of one; the module is restored when the session ends."""
         _refuse_synchronising_wrappers(problem.objective.model)
-        with uninterrupted(), claimed(problem.objective):
+        with uninterrupted(), claimed(problem):
             problem.proximal.refresh()
-            draws, guard = Draws(seed, problem.device, problem.objective), Guard(problem)
+            draws, guard = Draws(seed, problem.device, problem.modules), Guard(problem)
             with draws.preserved(), restored(guard.restore):
                 guard.clear()
                 yield (InplaceInner(problem, place, task, guard, draws, cost) for place, task in enumerate(batch, first))

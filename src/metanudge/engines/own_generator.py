@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint
@@ -69,6 +71,25 @@ def _within_checkpoint() -> bool:
     return False
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` has made a part of the model, which then draws in its own ways."""
-    return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in model.modules())
+class Habit:
+    """Whether a model draws, as far as is known: in these modes of its parts (training or evaluation) it drew nothing last time."""
+
+    _quiet: ClassVar[WeakKeyDictionary[nn.Module, tuple[bool, ...]]] = WeakKeyDictionary()
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._modes = tuple([module.training for module in modules])
+
+    @property
+    def may_draw(self) -> bool:
+        """Not where it is known not to, nor where `torch.compile` has made a part of it, which then draws in its own ways."""
+        if self._modules and self._quiet.get(self._modules[0]) == self._modes:
+            return False
+        return not any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in self._modules)
+
+    def note(self, *, drew: bool) -> None:
+        """What it did this time."""
+        if self._modules and drew:
+            self._quiet.pop(self._modules[0], None)
+        elif self._modules:
+            self._quiet[self._modules[0]] = self._modes

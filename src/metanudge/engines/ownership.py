@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
 from metanudge.engines.uninterrupted import restored
+from metanudge.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -24,25 +23,16 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def claimed(*modules: nn.Module, alone: bool = True) -> Iterator[None]:
-    """Within, no other thread may claim these modules or one that shares a part, a parameter or a buffer with them.
+def claimed(problem: Problem, *, alone: bool = True) -> Iterator[None]:
+    """Within, no other thread may claim the problem's model or one that shares a part, a parameter or a buffer with it.
 
-    Without `alone` it may if it, too, only wants to look at them. The same thread may claim them again.
+    Without `alone` it may if it, too, only wants to look at it. The same thread may claim it again.
     """
-    claim = _Claim(threading.current_thread(), frozenset(map(id, _parts(modules))), alone)
+    claim = _Claim(threading.current_thread(), problem.parts, alone)
     token = object()
     with restored(lambda: _release(token)):
         _make(token, claim)
         yield
-
-
-def _parts(modules: Iterable[nn.Module]) -> Iterator[nn.Module | Tensor]:
-    for module in modules:
-        for part in module.modules():
-            tensors = [*part._parameters.values(), *part._buffers.values()]
-            if tensors:  # an activation function without any may be shared
-                yield part
-                yield from (tensor for tensor in tensors if tensor is not None)
 
 
 def _make(token: object, claim: _Claim) -> None:

@@ -14,13 +14,13 @@ what other threads draw meanwhile changes nothing. On other devices, in modules 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from metanudge.engines.own_generator import OwnGenerator, is_compiled
+from metanudge.engines.own_generator import Habit, OwnGenerator
 from metanudge.engines.uninterrupted import obey, restored
 
 _MASK = (1 << 64) - 1
@@ -40,14 +40,17 @@ class Draws:
     """Seeds torch's generators for one loss evaluation after the other on one device.
 
     Args:
-        model: what draws, where it is a module.
+        modules: what may draw: a model, then all its parts. It is looked at in its first evaluations, and does not pay for a generator of
+            its own where it drew nothing last time.
     """
 
-    def __init__(self, seed: int, device: torch.device, model: nn.Module | None = None) -> None:
+    def __init__(self, seed: int, device: torch.device, modules: Sequence[nn.Module] = ()) -> None:
         self.seed = seed
         self.used = False
-        self._own = OwnGenerator() if device.type == "cpu" and (model is None or not is_compiled(model)) else None
+        self._habit = Habit(modules)
+        self._own = OwnGenerator() if device.type == "cpu" and self._habit.may_draw else None
         self._looked_at: set[str] = set()
+        self._last: int | None = None
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
@@ -64,7 +67,7 @@ class Draws:
         self._look()
         for generator in self._generators:
             generator.manual_seed(value)
-        # A model that drew nothing when it was looked at does not pay for the detour.
+        self._last = value
         if self._own is None or (which in self._looked_at and not self._own.used):
             return nullcontext()
         self._looked_at.add(which)
@@ -73,6 +76,10 @@ class Draws:
     def _look(self) -> None:
         """Note whether a CUDA generator was used since it was seeded."""
         self.used = self.used or any(generator.get_offset() > 0 for generator in self._generators[1:])
+
+    def _global_moved(self, seed: int) -> bool:
+        """Whether anybody has drawn from the global generator since it got this seed."""
+        return not torch.equal(torch.Generator().manual_seed(seed).get_state(), torch.default_generator.get_state())
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -88,6 +95,8 @@ class Draws:
                 generator.manual_seed(self.seed)
             yield
             self._look()
+            if self._last is not None and self._generators:
+                self._habit.note(drew=self._own.used if self._own is not None else self._global_moved(self._last))
 
 
 def minibatch(seed: int, place: int, step: int, size: int, batch_size: int) -> Tensor:

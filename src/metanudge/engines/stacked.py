@@ -41,13 +41,13 @@ class StackedEngine:
         """The tasks of a batch in groups of equal shape, small enough for the chunk."""
         tasks_at_once = len(batch) if self.chunk is None else max(1, self.chunk // width)
         nudges_at_once = width if self.chunk is None else min(width, self.chunk)
-        draws = Draws(seed, problem.device, problem.objective)
+        draws = Draws(seed, problem.device, problem.modules)
         groups = (
             _kind(problem, stack)(problem, stack[begin : begin + tasks_at_once].moved(first), nudges_at_once, draws, cost)
             for stack in batch.stacks
             for begin in range(0, len(stack), tasks_at_once)
         )
-        with uninterrupted(), claimed(problem.objective), draws.preserved(), tensors_kept(problem.objective):
+        with uninterrupted(), claimed(problem), draws.preserved(), tensors_kept(problem.modules):
             problem.proximal.refresh()
             yield groups
         cost.drew = draws.used

@@ -13,7 +13,7 @@ import _signal  # signal.getsignal wraps its answer in an enum, which takes as l
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -76,9 +76,9 @@ def restored(restore: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def tensors_kept(model: nn.Module) -> Iterator[None]:
-    """Within, `functional_call` may exchange the model's parameters and buffers; should that be cut short, they are put back."""
-    kept = [(tensors, dict(tensors)) for module in model.modules() for tensors in (module._parameters, module._buffers) if tensors]
+def tensors_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, `functional_call` may exchange the modules' parameters and buffers; should that be cut short, they are put back."""
+    kept = [(tensors, dict(tensors)) for module in modules for tensors in (module._parameters, module._buffers) if tensors]
 
     def restore() -> None:
         for tensors, before in kept:
