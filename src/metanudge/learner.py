@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,17 +21,20 @@ from metanudge.engines.inplace import InplaceInner
 from metanudge.engines.ownership import claimed
 from metanudge.engines.randomness import mix
 from metanudge.engines.uninterrupted import obey, restored, uninterrupted
-from metanudge.estimators import FOBMAML, Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.estimators import ESTIMATORS, FOBMAML, DivergenceWarning, Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.estimators.base import advice_on
 from metanudge.evaluation import Evaluation, evaluate
 from metanudge.params import Params
 from metanudge.problem import Loss, Objective, Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
-from metanudge.solvers import GradientDescent, Solver
+from metanudge.solvers import EXAMPLES, GradientDescent, Solver
+from metanudge.solvers.base import check_kind
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
 Tasks = TaskBatch | Task | Iterable[Task]
 logger = logging.getLogger("metanudge")
+_MANY = 10  # meta-steps
 T = TypeVar("T")
 
 
@@ -40,7 +44,7 @@ class MetaLearner(nn.Module):
     Args:
         model: any `nn.Module`; its parameters that require grad are θ. It is neither patched nor copied.
         loss: `loss(output, target)` for batches `(inputs, targets)`, or `loss(model, batch)` for anything else (its first parameter
-            must then be named `model`). Must return a scalar.
+            must then be named `model`, `module`, `net` or `network`, or be annotated as an `nn.Module`). Must return a scalar.
         lam: stiffness λ of the proximal term ½λ‖φ − θ‖², 2.0 by default: a number, a mapping from parameter name to a number, or to a
             tensor of the parameter's shape; or an operator, a function that multiplies one task's dict of displacements with a symmetric
             positive-definite matrix (checked on random directions).
@@ -93,6 +97,8 @@ class MetaLearner(nn.Module):
             raise TypeError(f"loss must be callable, got {type(loss).__name__}. Pass e.g. torch.nn.functional.cross_entropy.")
         if engine not in ("auto", "stacked", "inplace"):
             raise ValueError(f"Unknown engine {engine!r}. Choose one of: auto, stacked, inplace.")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed must be a whole number, got {seed!r}. Write e.g. seed=0.")
         self.model = model
         self.loss = loss
         if regulariser is not None and (lam is not None or learn_lam is not None):
@@ -118,6 +124,8 @@ class MetaLearner(nn.Module):
         self._choice = EngineChoice()
         self._captures = Captures()
         self.tuner = NuTuner()
+        self._grew = 0
+        self._warned = False
         StackedEngine(chunk)
         fixed = self.problem()
         if learn_lam is not None:
@@ -127,7 +135,7 @@ class MetaLearner(nn.Module):
     def problem(self) -> Problem:
         """The two-level problem as it stands: made anew when parameters were frozen, moved, cast or exchanged."""
         state = tuple((id(p), p.requires_grad, p.device, p.dtype) for p in self.parameters())
-        patterns = self.adapting if self.adapting is None or isinstance(self.adapting, str) else tuple(self.adapting)
+        patterns = tuple(self.adapting) if isinstance(self.adapting, list) else self.adapting
         key = (state, id(self.model), id(self.loss), _fingerprint(self.lam), patterns, id(self.regulariser), id(self.log_lam))
         if self._cached is None or self._cached[0] != key:
             # What the key knows by its id is kept alive with it: a freed object's id may be given to another.
@@ -188,6 +196,7 @@ class MetaLearner(nn.Module):
             else:
                 _add_to_grad(leaves, list(parameters.values()))
             self._count()
+        self._watch(stats)
         return stats
 
     def forward(self, tasks: Tasks, *, seed: int | None = None) -> Tensor:
@@ -222,6 +231,28 @@ class MetaLearner(nn.Module):
         """A meta-gradient was made, and has reached whom it was for."""
         self.tuner.count()
         self.calls += 1
+
+    def _watch(self, stats: Stats) -> None:
+        """Say once that the inner steps diverge: tenfold in one meta-step, or a little in many in a row, which may happen by chance."""
+        self._grew = self._grew + 1 if stats.diverged else 0
+        if self._warned or not (self._grew >= _MANY or stats.residual > 10 * stats.residual_start):
+            return
+        self._warned = True
+        warnings.warn(
+            f"The inner steps diverge: the residual grew from {stats.residual_start:.3g} to {stats.residual:.3g}, so that adaptation makes "
+            f"the model worse and the meta-gradient may mean nothing. To mend it, {advice_on(self.problem(), self.solver)}. If the inputs "
+            "are large numbers, standardise them.",
+            DivergenceWarning,
+            stacklevel=3,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what is no solver or estimator where it is given."""
+        if name == "solver":
+            check_kind(value, name, "solve", EXAMPLES)
+        elif name == "estimator":
+            check_kind(value, name, "accumulate", {kind.__name__: f"mn.{kind.__name__}()" for kind in ESTIMATORS})
+        super().__setattr__(name, value)
 
     def choose_nu(self, tasks: Tasks, *, seed: int | None = None, first: int = 0, rungs_at_once: int = 1) -> NuEstimate:
         """Choose ν on these tasks now, for an estimator with `nu="auto"`; otherwise `meta_gradient` does it when it is time.
@@ -260,8 +291,8 @@ class MetaLearner(nn.Module):
                 solution = inner.solve(self._solver(steps))
                 if not bool(torch.isfinite(solution.residuals).all()):
                     raise NonFiniteError(
-                        "Adaptation produced NaN or Inf: the inner steps diverge on this support set. "
-                        "Use a smaller lr in the solver, fewer steps, or a larger lam."
+                        "Adaptation produced NaN or Inf: the inner steps diverge on this support set. Take fewer steps, or "
+                        f"{advice_on(problem, self.solver)}."
                     )
                 inner.adopt(solution.displacement)
         return adapted
@@ -373,6 +404,7 @@ class _MetaLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, learner: MetaLearner, tasks: Tasks, seed: int | None, *parameters: Tensor) -> Tensor:
         gradient, stats = learner.meta_gradient(tasks, seed=seed)
+        learner._watch(stats)
         ctx.save_for_backward(*(g.to(p) for g, p in zip(gradient.values(), parameters, strict=True)))
         return parameters[0].new_tensor(stats.query_loss)
 
