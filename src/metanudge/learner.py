@@ -239,9 +239,9 @@ class MetaLearner(nn.Module):
             return
         self._warned = True
         warnings.warn(
-            f"The inner steps diverge: the residual grew from {stats.residual_start:.3g} to {stats.residual:.3g}, so that adaptation makes "
-            f"the model worse and the meta-gradient may mean nothing. To mend it, {advice_on(self.problem(), self.solver)}. If the inputs "
-            "are large numbers, standardise them.",
+            f"The inner steps diverge: the residual grew from {stats.residual_start:.3g} to {stats.residual:.3g}, so that adaptation "
+            "makes the model worse and the meta-gradient may mean nothing. To mend it, "
+            f"{advice_on(self.problem(), self.solver)}. If the inputs are large numbers, standardise them.",
             DivergenceWarning,
             stacklevel=3,
         )

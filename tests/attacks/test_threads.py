@@ -71,8 +71,7 @@ def test_shared_models_in_two_threads_are_refused_or_right(engine: str) -> None:
         try:
             return equal(gradient(learners[who], tasks[who]), expected[who])
         except RuntimeError as error:
-            assert "in use in another thread" in str(error)
-            return True
+            return "in use in another thread" in str(error)
 
     with ThreadPoolExecutor(2) as pool:
         for _ in range(100):

@@ -28,39 +28,58 @@ def handlers() -> Iterator[None]:
 
 
 def test_a_signal_waits_for_the_end() -> None:
-    went_on = False
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        went_on = True
+    went_on: list[bool] = []
+
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            went_on.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert went_on
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1])
 def test_whatever_its_number(number: signal.Signals) -> None:
-    with pytest.raises(Told) as told, uninterrupted():
-        signal.raise_signal(number)
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(number)
+
+    with pytest.raises(Told) as told:
+        work()
     assert told.value.args == (number,)
     assert signal.getsignal(number) is tell
 
 
 def test_a_signal_that_waits_is_obeyed_where_it_is_safe() -> None:
-    with pytest.raises(Told), uninterrupted(), uninterrupted():
-        obey()
-        signal.raise_signal(signal.SIGTERM)
-        try:
+    def work() -> None:
+        with uninterrupted(), uninterrupted():
             obey()
-        except Exception:
-            pytest.fail("an interrupt was taken for an error of the model's")
-        pytest.fail("went on")
+            signal.raise_signal(signal.SIGTERM)
+            try:
+                obey()
+            except Exception:
+                pytest.fail("an interrupt was taken for an error of the model's")
+            pytest.fail("went on")
+
+    with pytest.raises(Told):
+        work()
 
 
 def test_the_end_of_an_inner_block_is_not_the_end() -> None:
-    with pytest.raises(Told), uninterrupted():
+    ended: list[bool] = []
+
+    def work() -> None:
         with uninterrupted():
-            signal.raise_signal(signal.SIGTERM)
-        inner_ended = True
-    assert inner_ended
+            with uninterrupted():
+                signal.raise_signal(signal.SIGTERM)
+            ended.append(True)
+
+    with pytest.raises(Told):
+        work()
+    assert ended
 
 
 def test_handlers_that_do_not_raise_are_called_once_each_in_order() -> None:
@@ -79,9 +98,14 @@ def test_handlers_that_do_not_raise_are_called_once_each_in_order() -> None:
 def test_all_that_wait_are_handed_over_when_the_first_raises() -> None:
     calls: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
-    with pytest.raises(Told), uninterrupted():
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGUSR1)
+
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGUSR1)
+
+    with pytest.raises(Told):
+        work()
     assert calls == [signal.SIGUSR1]
 
 
@@ -94,22 +118,31 @@ def test_a_handler_set_inside_stays() -> None:
 
 
 def test_an_error_inside_passes_and_so_does_the_signal() -> None:
-    with pytest.raises(Told) as told, uninterrupted():
-        signal.raise_signal(signal.SIGTERM)
-        raise ValueError("of the model's")
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGTERM)
+            raise ValueError("of the model's")
+
+    with pytest.raises(Told) as told:
+        work()
     assert isinstance(told.value.__context__, ValueError)
 
 
 def test_an_evaluation_that_hangs_can_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    with pytest.raises(Told), uninterrupted():
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        now[0] = module.PATIENCE + 1
-        module._waiting.pop()  # so that nothing is left for the end
-        with pytest.raises(Told):
+
+    def work() -> None:
+        with uninterrupted():
             signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            now[0] = module.PATIENCE + 1
+            module._waiting.pop()  # so that nothing is left for the end
+            with pytest.raises(Told):
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Told):
+        work()
 
 
 def test_other_threads_leave_the_handlers_alone() -> None:

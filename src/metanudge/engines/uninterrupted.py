@@ -9,7 +9,7 @@ is put back. Handlers exist in the main thread only; in others there is nothing 
 
 from __future__ import annotations
 
-import _signal  # signal.getsignal wraps its answer in an enum, which takes as long as asking for all signals here
+import _signal  # type: ignore[import-not-found]  # signal.getsignal makes an enum of its answer, which takes 40 times as long
 import sys
 import threading
 import time
@@ -78,7 +78,9 @@ def restored(restore: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def tensors_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within, `functional_call` may exchange the modules' parameters and buffers; should that be cut short, they are put back."""
-    kept = [(tensors, dict(tensors)) for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (tensors, dict(tensors)) for module in modules for tensors in (module._parameters, module._buffers) if tensors
+    ]
 
     def restore() -> None:
         for tensors, before in kept:
