@@ -41,8 +41,9 @@ def _make(token: object, claim: _Claim) -> None:
             if other.thread is not claim.thread and (other.alone or claim.alone) and not other.things.isdisjoint(claim.things):
                 raise RuntimeError(
                     f"The model is in use in another thread ({other.thread.name}), or shares parameters with one that is. "
-                    "Meta-gradients, evaluations and adaptations change its parameters while they run and put them back at the end. Give each thread "
-                    "a learner with its own copy of the model (copy.deepcopy(model)), or take turns with a threading.Lock."
+                    "Meta-gradients, evaluations and adaptations change its parameters while they run and put them back at the end. "
+                    "Give each thread a learner with its own copy of the model (copy.deepcopy(model)), or take turns with a "
+                    "threading.Lock."
                 )
         _claims[token] = claim
 
