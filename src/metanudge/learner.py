@@ -233,8 +233,8 @@ class MetaLearner(nn.Module):
         self.calls += 1
 
     def _watch(self, stats: Stats) -> None:
-        """Say once that the inner steps diverge: tenfold in one meta-step, or a little in many in a row, which may happen by chance."""
-        self._grew = self._grew + 1 if stats.diverged else 0
+        """Say once that the inner steps diverge: tenfold in one meta-step, or twofold in many in a row; less may be dropout's noise."""
+        self._grew = self._grew + 1 if stats.residual > 2 * stats.residual_start else 0
         if self._warned or not (self._grew >= _MANY or stats.residual > 10 * stats.residual_start):
             return
         self._warned = True
