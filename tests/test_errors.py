@@ -631,7 +631,9 @@ def test_adapt_says_that_it_diverges():
 def test_statistics_say_that_the_residual_grew(engine: str):
     """Short of NaN, the user is told all the same."""
     setup = diverging()
-    stats = learner_for(setup, engine=engine, solver=mn.GradientDescent(0.1, 2)).backward(setup.tasks)
+    learner = learner_for(setup, engine=engine, solver=mn.GradientDescent(0.1, 2))
+    with pytest.warns(mn.DivergenceWarning):
+        stats = learner.backward(setup.tasks)
     assert stats.diverged
     assert "smaller lr or a larger lam" in str(stats)
     assert not learner_for(mlp(), engine=engine).backward(mlp().tasks).diverged

@@ -11,6 +11,26 @@ from metanudge.params import Flat, Params
 from metanudge.solvers.base import Descends, Oracle, Solution, Trace, check_count, check_positive, check_solver_options, iterate
 
 
+def stability_advice(lr: float | None, lam: float | None) -> str:
+    """What to change where inner steps diverge: as a rule λ may grow, but with lr·λ ≥ 2 the proximal term alone makes them overshoot.
+
+    Args:
+        lr: the solver's step size, where it has one.
+        lam: the largest λ, where the proximal term has one.
+
+    Example:
+        >>> stability_advice(0.1, 2.0)
+        'use a smaller lr in the solver or a larger lam'
+        >>> stability_advice(0.1, 30.0)
+        'use a smaller lr in the solver or a smaller lam: lr·lam = 3, and from 2 on the steps overshoot whatever the data'
+    """
+    if lr is None or lam is None or lr * lam < 2:
+        return "use a smaller lr in the solver or a larger lam"
+    return (
+        f"use a smaller lr in the solver or a smaller lam: lr·lam = {lr * lam:.3g}, and from 2 on the steps overshoot whatever the data"
+    )
+
+
 @dataclass(frozen=True)
 class GradientDescent:
     """d ← d − α ∇g(d), the inner algorithm of the paper's experiments.
