@@ -50,11 +50,11 @@ def test_only_what_diverges_by_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pull", "advice"), [(1.9, "smaller lr in --solver or a smaller --lam: lr·λ is 1.9"), (0.1, "smaller lr"), (None, "smaller lr")]
+    ("pull", "advice"), [(1.9, "smaller lr in --solver or a smaller --lam: lr·λ = 1.9"), (0.1, "smaller lr"), (None, "smaller lr")]
 )
 def test_no_advice_makes_it_worse(pull: float | None, advice: str) -> None:
     """Steps are stable below 2/(curvature + λ), so a larger λ is never the remedy for overshooting."""
-    watch = DivergenceWatch(pull)
+    watch = DivergenceWatch(pull, 1.0)
     notes = [note for note in [*(watch.see(1.0, 2.0) for _ in range(30)), watch.see_error(2.0)] if note]
     assert len(notes) == 2
     for note in notes:

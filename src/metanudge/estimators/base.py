@@ -96,7 +96,7 @@ class Stats:
             parts.append(f"accuracy {self.query_accuracy_before:.1%} → {self.query_accuracy:.1%}")
         parts.append(f"inner residual {self.residual_start:.3g} → {self.residual:.3g}")
         if self.diverged:
-            parts[-1] += " (grew: try a smaller lr or a larger lam)"
+            parts[-1] += " (grew: try a smaller lr)"
         if self.nu is not None:
             parts.append(f"ν {self.nu:.3g}")
         parts.append(f"|meta-gradient| {self.gradient_norm:.3g}, {self.tasks} tasks, {self.engine}")
@@ -196,7 +196,7 @@ class MetaGradient:
         if not math.isfinite(norm):
             raise NonFiniteError(
                 "The meta-gradient is not finite although every inner solve was; the nudge or the query loss overflowed. "
-                "Use a smaller lr, a larger lam or a larger nu. Nothing was written to .grad."
+                "Use a smaller lr or a larger nu. Nothing was written to .grad."
             )
         error = values["error"] / norm if "error" in values and norm > 0 else None
         nan = math.nan

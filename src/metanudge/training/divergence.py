@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from metanudge.solvers import GradientDescent, Solver
+from metanudge.solvers import GradientDescent, Solver, stability_advice
 from metanudge.training.errors import UserError
 
 _RECENT = 20
@@ -31,7 +31,8 @@ class DivergenceWatch:
     """Looks at whether the inner residual grew, meta-step by meta-step.
 
     Args:
-        pull: lr·λ, the share of the way back to θ that the proximal term takes in one step; None for solvers without such a rate.
+        lr: the solver's, where it has one.
+        lam: λ.
 
     Example:
         >>> watch = DivergenceWatch()
@@ -39,8 +40,8 @@ class DivergenceWatch:
         [19]
     """
 
-    def __init__(self, pull: float | None = None) -> None:
-        self._pull = pull
+    def __init__(self, lr: float | None = None, lam: float | None = None) -> None:
+        self._lr, self._lam = lr, lam
         self._grew: deque[bool] = deque(maxlen=_RECENT)
         self._warned = False
         self._doubted = False
@@ -57,10 +58,8 @@ class DivergenceWatch:
         )
 
     def _remedy(self) -> str:
-        """Steps are stable below 2/(curvature + λ): a larger λ makes it worse, a smaller one helps where λ is much of the sum."""
-        if self._pull is not None and self._pull > 0.5:
-            return f"Use a smaller lr in --solver or a smaller --lam: lr·λ is {self._pull:.3g}, and lr·(curvature + λ) must stay below 2."
-        return "Use a smaller lr in --solver."
+        text = stability_advice(self._lr, self._lam, where="lr in --solver", stiffness="--lam")
+        return f"{text[0].upper()}{text[1:]}."
 
     def see_error(self, error: float) -> str | None:
         """A warning, the first time that no ν was found at which the meta-gradient is larger than its error.

@@ -81,7 +81,7 @@ class Trainer:
             learner.tuner.load_state_dict(state["tuner"])
         self._lrs = state.get("lrs") or [float(g["lr"]) for g in optimizer.param_groups]
         rate = getattr(learner.solver, "lr", None)
-        self._watch = DivergenceWatch(rate * config.lam if isinstance(rate, float) else None)
+        self._watch = DivergenceWatch(rate, config.lam)
         self._duration = DurationWatch(config, width=learner.estimator.width, done=self.step) if self.device.type == "cpu" else None
         self._began = time.monotonic()
         self._log: MetricsLog | None = None

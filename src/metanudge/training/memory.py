@@ -119,4 +119,4 @@ def _lines(file: str) -> list[str]:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+    return f"{size * 10 // 2**30 / 10:,.1f} GiB"
