@@ -1,13 +1,50 @@
 """Settings of the whole suite."""
 
 import importlib.util
+from pathlib import Path
 
+import pytest
 import torch
 
-# The tests' tensors are tiny: one thread is faster than handing work over, much faster where cores are shared.
-torch.set_num_threads(1)
+import perturbation
 
 # Triton comes with torch for CUDA; elsewhere the modules with its kernels cannot even be imported.
 NAMES = ("fused", "head", "trunk/cuda", "trunk/kernels", "trunk/first_kernels", "trunk/tail", "trunk/tail_kernels")
 TRITON = [f"src/metanudge/engines/{name}.py" for name in NAMES]
 collect_ignore = [] if importlib.util.find_spec("triton") else TRITON
+
+ROOT = Path(__file__).parent
+# Where results are compared to tolerances of rounding: these must hold for every CPU's arithmetic (`make test-numerics`).
+NUMERICAL = [
+    ROOT / "tests" / name
+    for name in (
+        *("bilevel", "engines", "estimators", "proximal", "solvers"),
+        *("test_conformance.py", "test_gradcheck.py", "test_learner.py", "test_models.py", "test_optim.py", "test_shared.py"),
+        *("test_tuning.py", "training/test_auto_nu.py", "training/test_stiffness.py"),
+    )
+] + [ROOT / "lab" / "tests" / "experiments" / name for name in ("test_theory.py", "test_quadratics.py")]
+assert all(place.exists() for place in NUMERICAL), NUMERICAL
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--perturb", type=int, metavar="SEED", help="change every θ that the tests draw by an ulp")
+    # The tests' tensors are tiny: one thread is faster than handing work over, much faster where cores are shared.
+    parser.addoption("--threads", type=int, default=1, help="torch's threads in each test process")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(config.getoption("threads"))
+    if (seed := config.getoption("perturb")) is not None:
+        perturbation.start(seed)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.path.is_relative_to(place) for place in NUMERICAL):
+            item.add_marker(pytest.mark.numerical)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    seed = config.getoption("perturb")
+    change = "" if seed is None else f", θ changed by an ulp (seed {seed})"
+    return f"arithmetic: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads{change}"

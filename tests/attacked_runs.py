@@ -9,6 +9,7 @@ from typing import Any
 
 from metanudge.cli import main
 from metanudge.training.checkpoint import load, save
+from metanudge.training.sealed import SEAL, seal
 from trained_runs import vector_table
 
 TINY = [
@@ -42,7 +43,8 @@ def copied(run: Path, to: Path) -> Path:
 def rewrite(run: Path, **changes: Any) -> Path:
     """Write other settings into a run, as a stranger would: into config.json and into every checkpoint, sealed anew."""
     file = run / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    settings = {key: value for key, value in (json.loads(file.read_text()) | changes).items() if key != SEAL}
+    file.write_text(seal(settings, indent=2))
     for folder in (run / "checkpoints").iterdir():
         old = load(folder)
         shutil.rmtree(folder)

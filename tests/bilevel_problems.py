@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from perturbation import perturbed
+
 FEATURES, TRAIN, VALIDATION = 4, 12, 9
 DIRECT = 0.5
 
@@ -83,7 +85,7 @@ def _data(per_feature: bool, seed: int, dtype: torch.dtype) -> tuple[tuple[Tenso
         inputs = draw(size, FEATURES)
         sets.append((inputs, inputs @ teacher + 0.7 * draw(size)))
     x = -0.7 + 0.5 * (draw(FEATURES) if per_feature else draw(1)[0])
-    return sets[0], sets[1], x, draw(FEATURES)
+    return sets[0], sets[1], perturbed(x), perturbed(draw(FEATURES))
 
 
 def _direct(x: Tensor, phi: Tensor, direct: bool) -> Tensor | float:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from metanudge import TaskBatch
 from metanudge.testing.problems import Setup, classification_tasks, log_slope, logistic_regression, mlp, relative_error, seeded, vector
+from perturbation import perturbed
 
 __all__ = [
     "Quadratic",
@@ -78,7 +79,7 @@ def quadratic(
     generator = torch.Generator().manual_seed(seed)
     support = _quadratics(condition, dim, tasks, generator)
     query = support if same else _quadratics(condition, dim, tasks, generator)
-    model = Quadratic(torch.randn(dim, generator=generator, dtype=torch.float64), split)
+    model = Quadratic(perturbed(torch.randn(dim, generator=generator, dtype=torch.float64)), split)
     return Setup(model, quadratic_loss, TaskBatch(support=support, query=query))
 
 

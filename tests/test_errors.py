@@ -560,7 +560,7 @@ def test_a_diverging_solve_names_task_step_and_quantity(estimator: str, engine: 
     step = first_bad_step(setup, 2, lr=0.1, lam=2.0)
     assert step == 3, "not the first step, and not the last"
     learner = learner_for(setup, DIVERGING[estimator], engine, solver=mn.GradientDescent(0.1, 6), chunk=chunk)
-    said = [f"inner step {step}", "(support|nudged) loss|gradient", "smaller lr", "larger lam", r"Nothing was written to \.grad"]
+    said = [f"inner step {step}", "(support|nudged) loss|gradient", "smaller lr", r"Nothing was written to \.grad"]
     with refused(mn.NonFiniteError, "task 2", *said, model=setup.model):
         learner.backward(setup.tasks)
 
@@ -623,7 +623,7 @@ def test_parameters_that_are_nan(engine: str):
 def test_adapt_says_that_it_diverges():
     setup = diverging()
     learner = learner_for(setup, solver=mn.GradientDescent(0.1, 6))
-    with refused(mn.NonFiniteError, "NaN or Inf", "smaller lr", "larger lam", model=setup.model):
+    with refused(mn.NonFiniteError, "NaN or Inf", "smaller lr", model=setup.model):
         learner.adapt(setup.tasks[2].support)
 
 
@@ -631,9 +631,11 @@ def test_adapt_says_that_it_diverges():
 def test_statistics_say_that_the_residual_grew(engine: str):
     """Short of NaN, the user is told all the same."""
     setup = diverging()
-    stats = learner_for(setup, engine=engine, solver=mn.GradientDescent(0.1, 2)).backward(setup.tasks)
+    learner = learner_for(setup, engine=engine, solver=mn.GradientDescent(0.1, 2))
+    with pytest.warns(mn.DivergenceWarning):
+        stats = learner.backward(setup.tasks)
     assert stats.diverged
-    assert "smaller lr or a larger lam" in str(stats)
+    assert "try a smaller lr" in str(stats)
     assert not learner_for(mlp(), engine=engine).backward(mlp().tasks).diverged
 
 

@@ -89,7 +89,7 @@ def test_says_when_the_inner_loop_diverges(tasks):
     learner = mn.MetaLearner(model, nn.functional.cross_entropy, lam=2.0, solver=mn.GradientDescent(lr=1.5, steps=4))
     report = mn.check_gradient(learner, tasks, estimators=[mn.FOMAML()])
     assert report.residual_growth > 1
-    assert "smaller lr or a larger lam" in str(report)
+    assert "smaller lr in the solver or a smaller lam: lr·λ = 3" in str(report)
 
 
 def test_learned_stiffness_and_shared_layers_are_part_of_the_comparison(learner, tasks):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from metanudge import models, optim, tasks, tuning
     from metanudge.bilevel import Hypergradient, hypergradient, solve_bilevel
     from metanudge.engines import StackingError
-    from metanudge.estimators import ESMAML, FOBMAML, FOMAML, IMAML, MAML, Exact, NonFiniteError, Reptile, Stats
+    from metanudge.estimators import ESMAML, FOBMAML, FOMAML, IMAML, MAML, DivergenceWarning, Exact, NonFiniteError, Reptile, Stats
     from metanudge.evaluation import Evaluation
     from metanudge.gradcheck import GradientReport, check_gradient
     from metanudge.learner import MetaLearner
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "bilevel": ("Hypergradient", "hypergradient", "solve_bilevel"),
     "engines": ("StackingError",),
-    "estimators": ("ESMAML", "Exact", "FOBMAML", "FOMAML", "IMAML", "MAML", "NonFiniteError", "Reptile", "Stats"),
+    "estimators": ("DivergenceWarning", "ESMAML", "Exact", "FOBMAML", "FOMAML", "IMAML", "MAML", "NonFiniteError", "Reptile", "Stats"),
     "gradcheck": ("GradientReport", "check_gradient"),
     "evaluation": ("Evaluation",),
     "learner": ("MetaLearner",),
@@ -41,7 +41,7 @@ __all__ = [  # noqa: RUF022 — grouped by what they are for
     "FOBMAML", "MAML", "FOMAML", "Reptile", "IMAML", "ESMAML", "Exact",
     "GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG",
     "hypergradient", "solve_bilevel", "Hypergradient",
-    "check_gradient", "GradientReport", "NonFiniteError", "StackingError",
+    "check_gradient", "GradientReport", "DivergenceWarning", "NonFiniteError", "StackingError",
     "models", "optim", "tasks", "tuning", "__version__",
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from metanudge.engines import Cost, StackedEngine
 from metanudge.estimators import FOBMAML, FOMAML, IMAML, MAML, Estimator, Exact, Reptile, Stats, meta_gradient
+from metanudge.estimators.base import advice_on
 from metanudge.learner import MetaLearner, Tasks
 from metanudge.problem import Objective, Problem
 from metanudge.solvers import NewtonCG, Solver
@@ -52,6 +53,7 @@ class GradientReport:
         agreement: cosine between the two exact answers; far from 1 means K steps do not come close to the optimum.
         residual_growth: ‖∇g‖ after the solver's steps over that at θ; above 1 the inner loop is unstable, and no estimator can be
             expected to resemble the exact gradient of the adaptation.
+        advice: what to change where it is above 1.
         notes: what could not be computed, and why.
     """
 
@@ -61,6 +63,7 @@ class GradientReport:
     optimum_residual: float
     agreement: float
     residual_growth: float
+    advice: str
     notes: tuple[str, ...]
 
     def as_dicts(self) -> list[dict[str, Any]]:
@@ -84,7 +87,7 @@ class GradientReport:
             f"inner residual after the steps ×{self.residual_growth:.3g}"
         )
         if self.residual_growth > 1:
-            lines.append("The inner residual grows: lr is above the stable 2/(curvature + lam). Try a smaller lr or a larger lam.")
+            lines.append(f"The inner residual grows: lr is above the stable 2/(curvature + lam). To mend it, {self.advice}.")
         return "\n".join((*lines, *self.notes))
 
 
@@ -157,6 +160,7 @@ def check_gradient(
         optimum_residual=optimum_residual,
         agreement=_compare(adaptation, implicit)[0] if adaptation is not None else math.nan,
         residual_growth=_residual_growth(problem, batch, learner.solver, seed),
+        advice=advice_on(problem, learner.solver),
         notes=tuple(notes),
     )
 

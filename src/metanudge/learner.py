@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,18 +18,23 @@ from metanudge.engines import Cost, Engine, InplaceEngine, StackedEngine, Stacki
 from metanudge.engines.capture import Captures
 from metanudge.engines.compiled import compilation, compiles
 from metanudge.engines.inplace import InplaceInner
+from metanudge.engines.ownership import claimed
 from metanudge.engines.randomness import mix
-from metanudge.estimators import FOBMAML, Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.engines.uninterrupted import obey, restored, uninterrupted
+from metanudge.estimators import ESTIMATORS, FOBMAML, DivergenceWarning, Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.estimators.base import advice_on
 from metanudge.evaluation import Evaluation, evaluate
 from metanudge.params import Params
 from metanudge.problem import Loss, Objective, Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
-from metanudge.solvers import GradientDescent, Solver
+from metanudge.solvers import EXAMPLES, GradientDescent, Solver
+from metanudge.solvers.base import check_kind
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
 Tasks = TaskBatch | Task | Iterable[Task]
 logger = logging.getLogger("metanudge")
+_MANY = 10  # meta-steps
 T = TypeVar("T")
 
 
@@ -38,7 +44,7 @@ class MetaLearner(nn.Module):
     Args:
         model: any `nn.Module`; its parameters that require grad are θ. It is neither patched nor copied.
         loss: `loss(output, target)` for batches `(inputs, targets)`, or `loss(model, batch)` for anything else (its first parameter
-            must then be named `model`). Must return a scalar.
+            must then be named `model`, `module`, `net` or `network`, or be annotated as an `nn.Module`). Must return a scalar.
         lam: stiffness λ of the proximal term ½λ‖φ − θ‖², 2.0 by default: a number, a mapping from parameter name to a number, or to a
             tensor of the parameter's shape; or an operator, a function that multiplies one task's dict of displacements with a symmetric
             positive-definite matrix (checked on random directions).
@@ -91,6 +97,8 @@ class MetaLearner(nn.Module):
             raise TypeError(f"loss must be callable, got {type(loss).__name__}. Pass e.g. torch.nn.functional.cross_entropy.")
         if engine not in ("auto", "stacked", "inplace"):
             raise ValueError(f"Unknown engine {engine!r}. Choose one of: auto, stacked, inplace.")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed must be a whole number, got {seed!r}. Write e.g. seed=0.")
         self.model = model
         self.loss = loss
         if regulariser is not None and (lam is not None or learn_lam is not None):
@@ -116,6 +124,8 @@ class MetaLearner(nn.Module):
         self._choice = EngineChoice()
         self._captures = Captures()
         self.tuner = NuTuner()
+        self._grew = 0
+        self._warned = False
         StackedEngine(chunk)
         fixed = self.problem()
         if learn_lam is not None:
@@ -125,14 +135,15 @@ class MetaLearner(nn.Module):
     def problem(self) -> Problem:
         """The two-level problem as it stands: made anew when parameters were frozen, moved, cast or exchanged."""
         state = tuple((id(p), p.requires_grad, p.device, p.dtype) for p in self.parameters())
-        patterns = self.adapting if self.adapting is None or isinstance(self.adapting, str) else tuple(self.adapting)
+        patterns = tuple(self.adapting) if isinstance(self.adapting, list) else self.adapting
         key = (state, id(self.model), id(self.loss), _fingerprint(self.lam), patterns, id(self.regulariser), id(self.log_lam))
         if self._cached is None or self._cached[0] != key:
             # What the key knows by its id is kept alive with it: a freed object's id may be given to another.
             kept = (self.model, self.loss, dict(self.lam) if isinstance(self.lam, Mapping) else self.lam, self.regulariser, self.log_lam)
             term = self.log_lam if self.log_lam is not None else self.lam
-            self._cached = (key, Problem(Objective(self.model, self.loss), term, adapt=patterns, regulariser=self.regulariser), kept)
+            problem = Problem(Objective(self.model, self.loss), term, adapt=patterns, regulariser=self.regulariser)
             self._choice.cannot_stack = None
+            self._cached = (key, problem, kept)
         return self._cached[1]
 
     def stiffness(self) -> Params:
@@ -165,7 +176,8 @@ class MetaLearner(nn.Module):
     def backward(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> Stats:
         """Add the mean meta-gradient of the tasks to the parameters' `.grad`, like `loss.backward()`.
 
-        Nothing is written when anything goes wrong on the way. Hooks on the parameters see the meta-gradient as they would see an
+        Nothing is written when anything goes wrong on the way, an interrupt (Ctrl-C) included: it waits for the end of a loss evaluation.
+        Hooks on the parameters see the meta-gradient as they would see an
         ordinary gradient; what hangs on autograd itself, such as `DistributedDataParallel`, needs `learner(tasks).backward()`.
 
         Args:
@@ -174,14 +186,17 @@ class MetaLearner(nn.Module):
             seed: of this call's dropout masks and minibatches. Default: from the learner's seed and the number of calls so far.
             first: place of the first task in a meta-batch shared among machines, so that each task's draws are the same wherever it runs.
         """
-        gradient, stats = self.meta_gradient(tasks, metrics=metrics, seed=seed, first=first)
-        assert self._cached is not None
-        parameters = self._cached[1].meta_parameters
-        leaves = [leaf if leaf.dtype == p.dtype else leaf.to(p) for leaf, p in ((gradient.pop(n), p) for n, p in parameters.items())]
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters.values()):
-            _Gradients.apply(leaves, *parameters.values()).backward()
-        else:
-            _add_to_grad(leaves, list(parameters.values()))
+        with self._at_work() as problem:
+            gradient, stats = self._meta_gradient(problem, tasks, metrics=metrics, seed=seed, first=first)
+            parameters = problem.meta_parameters
+            leaves = [leaf if leaf.dtype == p.dtype else leaf.to(p) for leaf, p in ((gradient.pop(n), p) for n, p in parameters.items())]
+            obey()
+            if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters.values()):
+                _Gradients.apply(leaves, *parameters.values()).backward()
+            else:
+                _add_to_grad(leaves, list(parameters.values()))
+            self._count()
+        self._watch(stats)
         return stats
 
     def forward(self, tasks: Tasks, *, seed: int | None = None) -> Tensor:
@@ -194,20 +209,50 @@ class MetaLearner(nn.Module):
 
     def meta_gradient(self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0) -> tuple[Params, Stats]:
         """The mean meta-gradient, keyed like `model.named_parameters()`, then `log_lam.…` where λ is learned; writes no `.grad`."""
+        with self._at_work() as problem:
+            result = self._meta_gradient(problem, tasks, metrics=metrics, seed=seed, first=first)
+            self._count()
+        return result
+
+    def _meta_gradient(self, problem: Problem, tasks: Tasks, *, metrics: bool, seed: int | None, first: int) -> tuple[Params, Stats]:
         batch = TaskBatch.of(tasks)
         if seed is None:
             seed = mix(self.seed, self.calls)
-        problem, solver, captures = self.problem(), self.solver, self._captures if self.compiled and compiles() else None
+        solver, captures = self.solver, self._captures if self.compiled and compiles() else None
 
         def run(engine: Engine) -> tuple[Params, Stats]:
             estimator = self.tuner.settled(self.estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=first)
             options: dict[str, Any] = {"seed": seed, "metrics": metrics, "first": first, "captures": captures}
             return meta_gradient(problem, batch, solver=solver, estimator=estimator, engine=engine, **options)
 
-        result = self._on_engine(batch, problem, run)
+        return self._on_engine(batch, problem, run)
+
+    def _count(self) -> None:
+        """A meta-gradient was made, and has reached whom it was for."""
         self.tuner.count()
         self.calls += 1
-        return result
+
+    def _watch(self, stats: Stats) -> None:
+        """Say once that the inner steps diverge: tenfold in one meta-step, or twofold in many in a row; less may be dropout's noise."""
+        self._grew = self._grew + 1 if stats.residual > 2 * stats.residual_start else 0
+        if self._warned or not (self._grew >= _MANY or stats.residual > 10 * stats.residual_start):
+            return
+        self._warned = True
+        warnings.warn(
+            f"The inner steps diverge: the residual grew from {stats.residual_start:.3g} to {stats.residual:.3g}, so that adaptation "
+            "makes the model worse and the meta-gradient may mean nothing. To mend it, "
+            f"{advice_on(self.problem(), self.solver)}. If the inputs are large numbers, standardise them.",
+            DivergenceWarning,
+            stacklevel=3,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what is no solver or estimator where it is given."""
+        if name == "solver":
+            check_kind(value, name, "solve", EXAMPLES)
+        elif name == "estimator":
+            check_kind(value, name, "accumulate", {kind.__name__: f"mn.{kind.__name__}()" for kind in ESTIMATORS})
+        super().__setattr__(name, value)
 
     def choose_nu(self, tasks: Tasks, *, seed: int | None = None, first: int = 0, rungs_at_once: int = 1) -> NuEstimate:
         """Choose ν on these tasks now, for an estimator with `nu="auto"`; otherwise `meta_gradient` does it when it is time.
@@ -224,8 +269,8 @@ class MetaLearner(nn.Module):
         batch = TaskBatch.of(tasks)
         options: dict[str, Any] = {"solver": self.solver, "first": first, "rungs_at_once": rungs_at_once}
         options["seed"] = mix(self.seed, self.calls) if seed is None else seed
-        problem = self.problem()
-        return self._on_engine(batch, problem, lambda engine: self.tuner.look(estimator, problem, batch, engine=engine, **options))
+        with self._at_work() as problem:
+            return self._on_engine(batch, problem, lambda engine: self.tuner.look(estimator, problem, batch, engine=engine, **options))
 
     def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
         """A copy of the model adapted to a support set; the learner and its model stay as they are.
@@ -235,9 +280,9 @@ class MetaLearner(nn.Module):
             steps: number of steps, if not the solver's own.
             seed: of dropout masks and minibatches.
         """
-        with _gradients_on(), compilation(self.compiled):
+        with self._at_work(alone=False) as own:
             adapted = copy.deepcopy(self.model)
-            problem = Problem(Objective(adapted, self.loss), self.problem().proximal, adapt=self.adapting)
+            problem = Problem(Objective(adapted, self.loss), own.proximal, adapt=self.adapting)
             batch = TaskBatch.of(Task(support, support))
             problem.check_tasks(batch)
             with InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
@@ -246,8 +291,8 @@ class MetaLearner(nn.Module):
                 solution = inner.solve(self._solver(steps))
                 if not bool(torch.isfinite(solution.residuals).all()):
                     raise NonFiniteError(
-                        "Adaptation produced NaN or Inf: the inner steps diverge on this support set. "
-                        "Use a smaller lr in the solver, fewer steps, or a larger lam."
+                        "Adaptation produced NaN or Inf: the inner steps diverge on this support set. Take fewer steps, or "
+                        f"{advice_on(problem, self.solver)}."
                     )
                 inner.adopt(solution.displacement)
         return adapted
@@ -256,8 +301,7 @@ class MetaLearner(nn.Module):
         """Adapt to every task's support set and measure on its query set. Changes nothing."""
         batch = TaskBatch.of(tasks)
         solver = self._solver(steps)
-        with _gradients_on(), compilation(self.compiled):
-            problem = self.problem()
+        with self._at_work() as problem:
             problem.check_tasks(batch)
             engine, _ = self._choose(batch, problem)
             try:
@@ -285,29 +329,31 @@ class MetaLearner(nn.Module):
 
     def _on_engine(self, batch: TaskBatch, problem: Problem, run: Callable[[Engine], T]) -> T:
         """Run on the engine for a batch, and in place where the model turns out not to stack and the choice is ours."""
-        with _gradients_on(), compilation(self.compiled):
-            engine, _ = self._choose(batch, problem)
-            try:
-                return run(engine)
-            except StackingError as error:
-                if self.engine != "auto" or "inplace" not in self.estimator.engines:
-                    raise
-                self._fall_back(error)
-                return run(InplaceEngine())
+        engine, _ = self._choose(batch, problem)
+        try:
+            return run(engine)
+        except StackingError as error:
+            if self.engine != "auto" or "inplace" not in self.estimator.engines:
+                raise
+            self._fall_back(error)
+            return run(InplaceEngine())
 
     def _fall_back(self, error: StackingError) -> None:
         self._choice.cannot_stack = str(error)
         logger.warning("engine: in place from now on. %s", error)
 
+    @contextmanager
+    def _at_work(self, *, alone: bool = True) -> Iterator[Problem]:
+        """Within, signals wait, the model is ours (or at least nobody else's), and gradients are on, as inner solves need them."""
+        enabled = torch.is_grad_enabled()
+        assert self._cached is not None
+        with uninterrupted(), claimed(self._cached[1], alone=alone), restored(lambda: torch._C._set_grad_enabled(enabled)):
+            problem = self.problem()  # only now: another thread's work would look like exchanged parameters
+            with torch.inference_mode(False), torch.enable_grad(), compilation(self.compiled):
+                yield problem
+
     def _solver(self, steps: int | None) -> Solver:
         return self.solver if steps is None else dataclasses.replace(self.solver, steps=steps)  # type: ignore[type-var]
-
-
-@contextmanager
-def _gradients_on() -> Iterator[None]:
-    """Inner solves need gradients, also where the caller has switched them off."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def _fingerprint(lam: Stiffness) -> Any:
@@ -319,13 +365,22 @@ def _fingerprint(lam: Stiffness) -> Any:
 
 @torch.no_grad()
 def _add_to_grad(gradients: list[Tensor], parameters: list[nn.Parameter]) -> None:
-    """What autograd does where no hook is registered, in a fraction of its time: a thread of its own and a node for each parameter."""
-    known = [(p.grad, g) for p, g in zip(parameters, gradients, strict=True) if p.grad is not None]
-    if known:
-        torch._foreach_add_([grad for grad, _ in known], [g for _, g in known])
-    for p, g in zip(parameters, gradients, strict=True):
-        if p.grad is None:
-            p.grad = g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+    """What autograd does where no hook is registered, in a fraction of its time: a thread of its own and a node for each parameter.
+
+    All are written or none: the first ones can be taken back, the others are written at once.
+    """
+    pairs = list(zip(parameters, gradients, strict=True))
+    known = [(p.grad, g) for p, g in pairs if p.grad is not None]
+    new = [(p, g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)) for p, g in pairs if p.grad is None]
+    try:
+        for p, g in new:
+            p.grad = g
+        if known:
+            torch._foreach_add_([grad for grad, _ in known], [g for _, g in known])
+    except BaseException:
+        for p, _ in new:
+            p.grad = None
+        raise
 
 
 class _Gradients(torch.autograd.Function):
@@ -349,6 +404,7 @@ class _MetaLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, learner: MetaLearner, tasks: Tasks, seed: int | None, *parameters: Tensor) -> Tensor:
         gradient, stats = learner.meta_gradient(tasks, seed=seed)
+        learner._watch(stats)
         ctx.save_for_backward(*(g.to(p) for g, p in zip(gradient.values(), parameters, strict=True)))
         return parameters[0].new_tensor(stats.query_loss)
 

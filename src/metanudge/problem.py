@@ -15,9 +15,9 @@ import difflib
 import fnmatch
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,25 +28,39 @@ from metanudge.task import Batch, TaskBatch, describe, tensors
 
 Nudge = Literal["loss", "gradient"]
 Loss = Callable[..., Tensor]
+_NAMES_OF_MODELS = ("model", "module", "net", "network")
 
 
 def takes_model(loss: Loss) -> bool:
     """Whether `loss` has the form `loss(model, batch)` rather than `loss(output, target)`.
 
-    It does when its first parameter is named `model` or `module`, or is annotated as an `nn.Module`.
+    It does when its first parameter is named `model`, `module`, `net` or `network`, or is annotated as an `nn.Module`.
 
     Example:
         >>> takes_model(lambda model, batch: model(**batch).loss), takes_model(nn.functional.cross_entropy)
         (True, False)
     """
-    try:
-        first = next(iter(inspect.signature(loss).parameters.values()))
-    except (StopIteration, TypeError, ValueError):
+    first = _first_parameter(loss)
+    if first is None:
         return False
-    annotated = first.annotation in ("nn.Module", "torch.nn.Module", "Module") or (
-        isinstance(first.annotation, type) and issubclass(first.annotation, nn.Module)
-    )
-    return first.name in ("model", "module") or annotated
+    kinds = (first.annotation, *get_args(first.annotation))
+    annotated = any(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
+    return first.name in _NAMES_OF_MODELS or annotated or first.annotation in ("nn.Module", "torch.nn.Module", "Module")
+
+
+def _first_parameter(loss: Loss) -> inspect.Parameter | None:
+    for evaluate in (True, False):  # annotations may be text, of names that are not known at run time
+        try:
+            return next(iter(inspect.signature(loss, eval_str=evaluate).parameters.values()), None)
+        except Exception:
+            continue
+    return None
+
+
+_RULE = (
+    "its first parameter must be named 'model' (or module, net, network) or be annotated as an nn.Module; all else is called as "
+    "loss(output, target)."
+)
 
 
 class LossError(ValueError):
@@ -68,7 +82,7 @@ class Objective(nn.Module):
             kind = type(batch).__name__
             raise TypeError(
                 f"loss(output, target) needs batches of the form (inputs, targets), got {kind} with {describe(batch)}. "
-                "For other batches give a function loss(model, batch): its first parameter must be named 'model'."
+                f"For other batches give a function loss(model, batch): {_RULE}"
             )
         inputs, target = batch
         if isinstance(inputs, Mapping):
@@ -95,7 +109,12 @@ class Objective(nn.Module):
 
     def judge_loss(self, output: Any, target: Any) -> Tensor:
         """Loss of the model's output on the targets."""
-        return _checked(self.loss(output, target))
+        try:
+            return _checked(self.loss(output, target))
+        except TypeError as error:
+            if not str(error).startswith("'Tensor' object is not callable"):
+                raise
+            raise LossError(f"The loss calls its first argument as if it were the model. To get the model: {_RULE}") from error
 
 
 def _checked(loss: Any) -> Tensor:
@@ -175,6 +194,12 @@ class Problem:
         """The model and all its parts."""
         return list(self.objective.model.modules())
 
+    @cached_property
+    def parts(self) -> frozenset[int]:
+        """Identities of the modules of model and loss that have tensors, and of these tensors."""
+        modules = [(m, [*m._parameters.values(), *m._buffers.values()]) for m in self.objective.modules()]
+        return frozenset(id(part) for module, tensors in modules if tensors for part in (module, *tensors) if part is not None)
+
     @property
     def lam(self) -> Params:
         """λ of each parameter that adapts, 0-d or of its shape; a `TypeError` where the proximal term is no ½‖φ − θ‖²_λ."""
@@ -221,7 +246,7 @@ def names_that_adapt(patterns: str | Sequence[str] | None, trainable: Mapping[st
     """
     if patterns is None:
         return set(trainable)
-    given = [patterns] if isinstance(patterns, str) else list(patterns)
+    given = [patterns] if isinstance(patterns, str) else list(patterns) if isinstance(patterns, Iterable) else []
     if not given or not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(f"adapt must be a pattern of parameter names or a list of them, got {patterns!r}. Leave it out to adapt all.")
     found: set[str] = set()

@@ -186,7 +186,7 @@ class TaskBatch(Sequence[Task]):
         """A batch from tasks: those of equal shape are stacked, the others kept apart, the order remembered."""
         if isinstance(tasks, TaskBatch):
             return tasks
-        items = [tasks] if isinstance(tasks, Task) else list(tasks)
+        items = [tasks] if isinstance(tasks, Task) else list(tasks) if isinstance(tasks, Iterable) else [tasks]
         for item in items:
             if not isinstance(item, Task):
                 raise TypeError(

@@ -11,6 +11,13 @@ their sum is least.
 The smaller norm in the denominator tells a plateau from a ν so large that φ moves as far as it will go, where g falls as 1/ν: there d_j
 is not far below ν_j/ν_{j+1} − 1. Everything is relative to what the nudge does to φ, so λ and the scale of the losses need no thought.
 
+Where a disagreement is no more than rounding makes it, its size is chance. Each displacement d_k = φ_k − θ in g = Σ c_k d_k/ν has a
+relative error of about ε, so there it counts as what is to be expected,
+
+    r = ε √(Σ c_k²‖d_k‖²) / (ν ‖g‖),
+
+which grows as ν shrinks and is the same on every machine: an ulp of θ does not move ν to another rung.
+
 From the shifted start ν has one more bound: that start, ν∇f/λ away from θ, should not be further away than the solution.
 """
 
@@ -42,6 +49,7 @@ _FEW, _MANY = 10, 50
 _HOPELESS = 10.0
 _STEADY = 2
 _WORTHWHILE = 0.5
+_ROUNDINGS = 4.0  # Measured errors are 0.4 to 2 times r: linear models, perceptrons, convolutions and Transformers, float32 and float64.
 
 
 def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
@@ -78,6 +86,7 @@ class NuEstimate:
             larger than its error: the inner steps overshoot, or there are kinks everywhere.
         nus: the ladder.
         disagreement: between each ν of the ladder and the next; infinite where a solve was not finite.
+        rounding: the disagreement to be expected from rounding alone.
         tasks: on how many tasks.
         gradients: support and query gradients that it took, all tasks together.
         longest: the ν at which the shifted start of the median task is as far from θ as its solution; infinite for other starts.
@@ -87,6 +96,7 @@ class NuEstimate:
     error: float
     nus: tuple[float, ...]
     disagreement: tuple[float, ...]
+    rounding: tuple[float, ...]
     tasks: int
     gradients: int
     longest: float = math.inf
@@ -125,12 +135,12 @@ def estimate_nu(
         for begin in range(0, len(nus), at_once):
             for motion in _motions(estimator, inners, solver, nus[begin : begin + at_once], shifts):
                 found.see(motion)
-    disagreement = found.values()
-    nu, error = best_nu(nus, disagreement, order=STENCILS[estimator.stencil].order)
+    disagreement, rounding = found.values()
+    nu, error = best_nu(nus, disagreement, order=STENCILS[estimator.stencil].order, rounding=rounding)
     gradients = cost.support_gradients + cost.query_gradients
     longest = float(torch.cat(shifts).double().median().reciprocal()) if shifts else math.inf
     chosen = within(step_aware(solver.steps) if nu is None else nu, longest, nus)
-    return NuEstimate(chosen, error, nus, disagreement, len(tasks), gradients, longest)
+    return NuEstimate(chosen, error, nus, disagreement, rounding, len(tasks), gradients, longest)
 
 
 def within(nu: float, longest: float, nus: Sequence[float]) -> float:
@@ -147,7 +157,9 @@ def within(nu: float, longest: float, nus: Sequence[float]) -> float:
     return max((mean for pair in pairwise(nus) if (mean := math.sqrt(pair[0] * pair[1])) <= min(nu, longest)), default=nus[-1])
 
 
-def best_nu(nus: Sequence[float], disagreement: Sequence[float], *, order: int) -> tuple[float | None, float]:
+def best_nu(
+    nus: Sequence[float], disagreement: Sequence[float], *, order: int, rounding: Sequence[float] | None = None
+) -> tuple[float | None, float]:
     """ν from the disagreements of neighbours on a ladder, and the error there; None where nothing agrees.
 
     It lies between two neighbours that agree; where these are the last two, the disagreement still falls, and it is the last. Smaller ν
@@ -160,15 +172,20 @@ def best_nu(nus: Sequence[float], disagreement: Sequence[float], *, order: int) 
         (0.125, 0.2)
         >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [2.1, 2.5, 1.9], order=2)  # nothing but noise
         (0.5, 2.1)
+        >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [1e-9, 9e-15, 4e-15], order=4, rounding=[3e-16, 1e-15, 5e-15])  # 4e-15 is chance
+        (0.125, 9e-15)
     """
-    errors = credible(nus, disagreement, order=order)
+    rounding = [0.0] * len(disagreement) if rounding is None else rounding
+    seen = [expected if found < _ROUNDINGS * expected else found for found, expected in zip(disagreement, rounding, strict=True)]
+    errors = credible(nus, seen, order=order)
     place = 0
     for candidate, error in enumerate(errors):
         if error < _WORTHWHILE * errors[place]:
             place = candidate
     if not errors[place] < _HOPELESS:
         return None, math.inf
-    return (nus[-1] if place == len(errors) - 1 else math.sqrt(nus[place] * nus[place + 1])), errors[place]
+    nu = nus[-1] if place == len(errors) - 1 else math.sqrt(nus[place] * nus[place + 1])
+    return nu, max(errors[place], disagreement[place])
 
 
 def credible(nus: Sequence[float], disagreement: Sequence[float], *, order: int) -> list[float]:
@@ -194,40 +211,58 @@ def credible(nus: Sequence[float], disagreement: Sequence[float], *, order: int)
     return errors
 
 
+class _Motion:
+    """dφ/dν at one ν, as it is summed up, and the rounding error to expect in it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.sum = {n: torch.zeros_like(p, dtype=problem.theta_dtypes[n]) for n, p in problem.theta.items()}
+        self._roundings: list[Tensor] = []
+
+    def add(self, rows: Params, weight: float) -> None:
+        with torch.no_grad():
+            for name, leaf in self.sum.items():
+                row = rows[name]
+                leaf.add_(row[0] if row.shape[0] == 1 else row.sum(0), alpha=weight)
+                self._roundings.append(torch.linalg.vector_norm(row, dtype=torch.float64) * (abs(weight) * torch.finfo(row.dtype).eps))
+
+    @property
+    def rounding(self) -> Tensor:
+        """Independent errors add as their squares."""
+        return torch.linalg.vector_norm(torch.stack(self._roundings))
+
+
 class _Disagreement:
-    """Compares each vector with the one before; keeps one of them."""
+    """Compares each motion with the one before; keeps one of them."""
 
     def __init__(self) -> None:
-        self._before: Params | None = None
-        self._norm: Tensor | None = None
+        self._before: tuple[Params, Tensor, Tensor] | None = None
         self._found: list[Tensor] = []
 
-    def see(self, motion: Params) -> None:
-        size = _size(motion.values())
+    def see(self, motion: _Motion) -> None:
+        size, rounding = _size(motion.sum.values()), motion.rounding
         if self._before is not None:
-            assert self._norm is not None
-            before = self._before
-            apart = _size(leaf - before[n] for n, leaf in motion.items())
-            self._found.append(apart / torch.minimum(size, self._norm))
-        self._before, self._norm = motion, size
+            before, size_before, rounding_before = self._before
+            apart = _size(leaf - before[n] for n, leaf in motion.sum.items())
+            self._found.append(torch.stack([apart, torch.hypot(rounding, rounding_before)]) / torch.minimum(size, size_before))
+        self._before = motion.sum, size, rounding
 
-    def values(self) -> tuple[float, ...]:
-        return tuple(value if math.isfinite(value) else math.inf for value in torch.stack(self._found).tolist())
+    def values(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The disagreements, and those to be expected from rounding alone."""
+        pairs = torch.stack(self._found).nan_to_num(nan=math.inf, posinf=math.inf).tolist()
+        return tuple(apart for apart, _ in pairs), tuple(rounding for _, rounding in pairs)
 
 
 def _size(leaves: Iterable[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves]))
 
 
-def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: Sequence[float], shifts: list[Tensor]) -> list[Params]:
+def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: Sequence[float], shifts: list[Tensor]) -> list[_Motion]:
     """dφ/dν by the estimator's stencil at each ν, summed over all tasks.
 
     `shifts` takes for each task how far from θ a shifted start is for each unit of ν, as a multiple of the solution's distance.
     """
     stencil = STENCILS[estimator.stencil]
-    problem = inners[0].problem
-    dtypes = problem.theta_dtypes
-    motions = [{n: torch.zeros_like(p, dtype=dtypes[n]) for n, p in problem.theta.items()} for _ in nus]
+    motions = [_Motion(inners[0].problem) for _ in nus]
     terms = list(zip(stencil.offsets, stencil.coefficients, strict=True))
     solves = [(rung, offset * nu, c / nu) for rung, nu in enumerate(nus) for offset, c in terms]
     for inner in inners:
@@ -244,7 +279,7 @@ def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: S
             warm = {n: leaf.clone() for n, leaf in base.items()} if estimator.start == "solution" else None
             still = inner.solve(solver, start=warm).displacement if warm is not None else base
             for rung, nu in enumerate(nus):
-                _add(motions[rung], still, stencil.base / nu)
+                motions[rung].add(still, stencil.base / nu)
             del still
         if estimator.start != "solution":
             base = None
@@ -256,14 +291,8 @@ def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: S
             d = inner.solve(solver, offsets=offsets, nudge=estimator.nudge, force=pull, start=start).displacement
             for place, (rung, _, weight) in enumerate(part):
                 rows = slice(place * inner.tasks, (place + 1) * inner.tasks)
-                _add(motions[rung], {n: leaf[rows] for n, leaf in d.items()}, weight)
+                motions[rung].add({n: leaf[rows] for n, leaf in d.items()}, weight)
     return motions
-
-
-def _add(motion: Params, rows: Params, weight: float) -> None:
-    with torch.no_grad():
-        for name, leaf in motion.items():
-            leaf.add_(rows[name][0] if rows[name].shape[0] == 1 else rows[name].sum(0), alpha=weight)
 
 
 class NuTuner:
@@ -342,7 +371,7 @@ class NuTuner:
             self._disagreement = None  # what was found for another estimator says nothing about this one
         before = self._disagreement if self._disagreement is not None else found.disagreement
         self._disagreement = [_mean(a, b) for a, b in zip(before, found.disagreement, strict=True)]
-        nu, _ = best_nu(found.nus, self._disagreement, order=STENCILS[estimator.stencil].order)
+        nu, _ = best_nu(found.nus, self._disagreement, order=STENCILS[estimator.stencil].order, rounding=found.rounding)
         self.nu = within(nu if nu is not None else self.nu if self.nu is not None else found.nu, found.longest, found.nus)
         self.last, self._age, self._made_for = found, 0, (estimator, solver)
         self.gradients += found.gradients

@@ -28,7 +28,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("metanudge.cli._busy_share", lambda: 0.0)  # which takes its time to look
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, "my_nets", raising=False)
+    monkeypatch.setitem(sys.modules, "my_nets", None)  # forgotten afterwards,
+    monkeypatch.delitem(sys.modules, "my_nets")  # and not there now
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)

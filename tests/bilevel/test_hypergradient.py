@@ -9,6 +9,7 @@ import metanudge as mn
 from bilevel_problems import Known, logistic, ridge
 from problems import log_slope, relative_error
 
+NU = 1e-2
 EXACTLY = mn.LBFGS(steps=500, tol=1e-13)
 PROBLEMS = {
     "ridge, one penalty": ridge(per_feature=False),
@@ -90,6 +91,12 @@ def test_error_has_the_order_of_the_stencil(nudge, stencil, nus, order, toleranc
     assert log_slope(nus, errors) == pytest.approx(order, abs=tolerance)
 
 
+def blind_residual(problem: Known) -> float:
+    """Where a line search that compares values may stop: g − g* ≥ ‖∇g‖²/2L is no more than a few roundings of g, here 8 of ε/2 each."""
+    value = float(problem.inner(problem.x, problem.solution))
+    return (2 * problem.curvature[1] * 4 * torch.finfo(problem.x.dtype).eps * value) ** 0.5
+
+
 @pytest.mark.parametrize(
     "solver",
     [
@@ -110,9 +117,14 @@ def test_every_solver(solver, nudge):
     problem = logistic(direct=True)
     assert problem.curvature[1] < 2 / 0.3
     convexity = problem.curvature[0] if isinstance(solver, mn.Nesterov) and solver.momentum is None else None
-    result = hypergradient(problem, mn.FOBMAML(nu=1e-2, stencil="five-point", nudge=nudge), solver, strong_convexity=convexity)
-    assert relative_error(result.gradient, problem.truth) < 1e-6
-    assert result.residual < 1e-10
+    result = hypergradient(problem, mn.FOBMAML(nu=NU, stencil="five-point", nudge=nudge), solver, strong_convexity=convexity)
+    blind = blind_residual(problem) if isinstance(solver, mn.TorchOptimizer) and solver.optimizer is torch.optim.LBFGS else 0.0
+    assert result.residual < 1e-10 + blind
+    # φ is off by up to residual / μ, ∂_x g = ½ exp(x) φ² by exp(x) φ times that, and the stencil (Σ|c| = 3/2) divides it by ν.
+    slope = float((problem.x.exp() * problem.solution).norm())
+    assert relative_error(result.gradient, problem.truth) < 1e-6 + 1.5 * slope * blind / problem.curvature[0] / NU / float(
+        problem.truth.norm()
+    )
     assert 0 < result.steps <= (1000 if isinstance(solver, mn.TorchOptimizer) else solver.steps)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import re
 import shutil
 import stat
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from metanudge.cli import main
+from metanudge.tasks.omniglot_files import _SHA256
 from metanudge.training.config import TrainConfig
 from trained_runs import make_run, vector_run, vector_table, write_images
 
@@ -250,7 +251,7 @@ def test_archive_with_an_unsafe_entry(
 
 def test_archive_with_the_wrong_checksum(refuse: Refuse, tmp_path: Path) -> None:
     archives(tmp_path / "cache" / "omniglot", "images_background/x.png")
-    says(refuse("data", "verify", "omniglot"), "images_background.zip", "wrong checksum", "68d2efa1b9178cc56df9314c21c6e718", "Delete it")
+    says(refuse("data", "verify", "omniglot"), "images_background.zip", "wrong checksum", _SHA256["images_background"], "Delete it")
 
 
 # --- metanudge eval --------------------------------------------------------------------------------------------------
@@ -292,8 +293,8 @@ def test_a_damaged_checkpoint(refuse: Refuse, here: Path, made: Path, command: s
 
 def test_eval_when_the_data_have_moved(refuse: Refuse, here: Path, made: Path) -> None:
     shutil.copytree(made / "run", here / "run")
-    config = json.loads((here / "run" / "config.json").read_text())
-    (here / "run" / "config.json").write_text(json.dumps(config | {"data": "/no/such/place/data.csv"}))
+    config = dataclasses.replace(TrainConfig.read(here / "run" / "config.json"), data="/no/such/place/data.csv")
+    (here / "run" / "config.json").write_text(config.to_json())
     says(refuse("eval", "run"), "/no/such/place/data.csv")
 
 

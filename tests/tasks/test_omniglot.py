@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import io
 import os
+import re
 import stat
 import threading
 import zipfile
@@ -343,8 +344,8 @@ def server(few, tmp_path, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=root)) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
         monkeypatch.setattr(omniglot_files, "_URL", f"http://127.0.0.1:{web.server_port}/")
-        sums = {part: hashlib.md5((root / f"{part}.zip").read_bytes()).hexdigest() for part in FEW}
-        monkeypatch.setattr(omniglot_files, "_MD5", sums)
+        sums = {part: hashlib.sha256((root / f"{part}.zip").read_bytes()).hexdigest() for part in FEW}
+        monkeypatch.setattr(omniglot_files, "_SHA256", sums)
         yield root
         web.shutdown()
 
@@ -365,9 +366,19 @@ def test_a_download_with_the_wrong_checksum_is_refused_and_not_kept(server, cach
     assert not (cache / "omniglot" / "images_evaluation.zip").exists()
     write_zip(server / "images_evaluation.zip", entries("images_evaluation"))
     with pytest.MonkeyPatch.context() as patch:
-        digest = hashlib.md5((server / "images_evaluation.zip").read_bytes()).hexdigest()
-        patch.setitem(omniglot_files._MD5, "images_evaluation", digest)
+        digest = hashlib.sha256((server / "images_evaluation.zip").read_bytes()).hexdigest()
+        patch.setitem(omniglot_files._SHA256, "images_evaluation", digest)
         assert load_omniglot().images.shape == (5, 20, 28, 28)  # goes on where it stopped
+
+
+def test_what_is_downloaded_cannot_change():
+    """The address names a commit, and each archive has a sha256; nothing else in the package downloads."""
+    assert re.fullmatch(r"https://[^/]+/brendenlake/omniglot/[0-9a-f]{40}/python/", omniglot_files._URL)
+    assert set(omniglot_files._SHA256) == set(CHARACTERS)
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in omniglot_files._SHA256.values())
+    sources = Path(omniglot_files.__file__).parents[1].rglob("*.py")
+    fetching = [path.name for path in sources if re.search(r"pooch\.|urllib|requests\.|urlopen", path.read_text(encoding="utf-8"))]
+    assert fetching == ["omniglot_files.py"]
 
 
 def test_no_network_says_what_to_do(server):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
 from metanudge.training.trust import printable
+from metanudge.version import __version__
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 text = st.text(max_size=20).map(printable)
@@ -52,14 +55,50 @@ def test_importing_the_configuration_loads_no_torch() -> None:
         (r'{"data": "x\u001b[2J"}', ["data", r"x\x1b[2J", "control characters"]),
         ("[1]", ["list"]),
         ("{", ["JSON"]),
+        ("[" * 100_000, ["JSON", "nested too deeply"]),
+        ('{"lam":' * 100_000, ["JSON", "nested too deeply"]),
+        ('{"lam": 1' + "0" * 400 + "}", ["lam", "float"]),
+        ('{"lam": -1' + "0" * 400 + "}", ["lam", "float"]),
+        ('{"iterations": 1' + "0" * 5000 + "}", ["JSON", "digits"]),
+        ('{"lam": 1e999}', ["lam", "float"]),
+        ('{"lam": NaN}', ["JSON", "NaN"]),
+        ('{"clip": -Infinity}', ["JSON", "-Infinity"]),
+        ('{"lam": 2, "lam": 3}', ["'lam' is given twice"]),
+        (b'{"data": "caf\xe9.csv"}', ["JSON", "utf-8"]),
+        (TrainConfig("sinusoid").to_json().encode("utf-16"), ["JSON", "utf-8"]),
+        ('{"version": "0.9"}', ["metanudge 0.9", __version__]),
+        ('{"version": "1000000.0"}', ["version", "1000000.0"]),
+        ('{"version": 2}', ["version is 2", __version__]),
+        ('{"version": "new"}', ["version is 'new'", __version__]),
+        ('{"version": null, "sha256": "0"}', ["own sha256"]),
+        ('{"data": ' + '"' + "x" * 5000 + '", "ways": "' + "y" * 5000 + '"}', ["ways", "..."]),
     ],
+    ids=lambda value: value[:24] if isinstance(value, str) else None,
 )
-def test_a_bad_document_is_refused_by_name(text: str, words: list[str]) -> None:
+def test_a_bad_document_is_refused_by_name(text: str | bytes, words: list[str]) -> None:
     with pytest.raises(UserError) as refused:
         TrainConfig.from_json(text, where="run.json")
     assert "run.json" in str(refused.value)
+    assert len(str(refused.value)) < 1000
     for word in words:
         assert word in str(refused.value)
+
+
+def test_a_file_that_is_no_configuration_is_refused_without_reading_all_of_it(tmp_path: Path) -> None:
+    huge = tmp_path / "huge.json"
+    with huge.open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(UserError, match=r"huge\.json cannot be read \(it has more than 1048576 bytes"):
+        TrainConfig.read(huge)
+    (tmp_path / "latin.json").write_bytes(b'{"data": "caf\xe9.csv"}')
+    with pytest.raises(UserError, match=r"latin\.json cannot be read \('utf-8' codec"):
+        TrainConfig.read(tmp_path / "latin.json")
+    with pytest.raises(UserError, match=r"nothing\.json cannot be read \(No such file"):
+        TrainConfig.read(tmp_path / "nothing.json")
+
+
+def test_the_version_is_recorded(tmp_path: Path) -> None:
+    assert json.loads(TrainConfig("sinusoid").to_json())["version"] == __version__
 
 
 def test_a_whole_number_may_stand_for_a_float_and_left_out_fields_have_defaults() -> None:
@@ -71,7 +110,8 @@ def test_a_whole_number_may_stand_for_a_float_and_left_out_fields_have_defaults(
 @pytest.mark.parametrize(
     "bad",
     [
-        {"iterations": 0}, {"tasks": 0}, {"ways": 0}, {"shots": -1}, {"seed": -1}, {"seed": 1 << 63}, {"lam": 0.0}, {"lam": float("nan")},
+        {"iterations": 0}, {"tasks": 0}, {"ways": 0}, {"shots": -1}, {"seed": -1}, {"seed": 1 << 63}, {"iterations": 1 << 63},
+        {"lam": 0.0}, {"lam": float("nan")},
         {"clip": -1.0}, {"chunk": 0}, {"eval_every": -1}, {"checkpoint_every": 0}, {"precision": "bf16", "dtype": "float64"},
     ],
 )  # fmt: skip

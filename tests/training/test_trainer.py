@@ -69,7 +69,7 @@ def fingerprint(folder: Path) -> tuple[bytes, ...]:
 def test_a_run_writes_everything_and_says_what_it_trains(tmp_path: Path) -> None:
     said = go(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "config.json", "metrics.jsonl", "timing.jsonl", "checkpoints", "summary.json", "curve.png",
+        ".lock", "config.json", "metrics.jsonl", "timing.jsonl", "checkpoints", "summary.json", "curve.png",
     }  # fmt: skip
     assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert said.steps == list(range(1, 9))
@@ -220,12 +220,23 @@ def test_overshooting_inner_steps_are_told_once(tmp_path: Path) -> None:
     assert len([note for note in said.notes if "residual grew" in note]) == 1
 
 
-def test_a_short_metrics_file_is_noticed(tmp_path: Path) -> None:
+def test_a_metrics_file_that_was_changed_is_refused_and_one_that_is_gone_noticed(tmp_path: Path) -> None:
     go(tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    file = tmp_path / "run" / "metrics.jsonl"
+    whole = file.read_bytes()
+    longer = dataclasses.replace(runs.read_config(tmp_path / "run"), iterations=9)
+    for content in (b"", whole[:-1], whole.replace(b"3", b"4", 1)):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"metrics\.jsonl was changed since the checkpoint.*move it away"):
+            train(longer, resume=tmp_path / "run", reporter=Quiet())
+        assert file.read_bytes() == content
+    file.unlink()
     listener = Listener()
-    train(dataclasses.replace(runs.read_config(tmp_path / "run"), iterations=9), resume=tmp_path / "run", reporter=listener)
-    assert any("metrics.jsonl" in note for note in listener.notes)
+    train(longer, resume=tmp_path / "run", reporter=listener)
+    assert [note for note in listener.notes if "metrics.jsonl" in note] == [
+        "metrics.jsonl is not there any more: it begins anew with step 9."
+    ]
+    assert [row["step"] for row in read_metrics(file)] == [9]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

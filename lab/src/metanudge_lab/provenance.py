@@ -13,6 +13,7 @@ import numpy
 import torch
 
 import metanudge
+from metanudge.training.environment import cpu_model
 from metanudge.version import __version__
 
 COMMIT_VARIABLE = "METANUDGE_COMMIT"
@@ -57,16 +58,6 @@ def commit_of(*packages: Path) -> tuple[str | None, bool | None]:
     # Only what computes counts: notes and results lying about change no number.
     changes = _git(packages[0], "status", "--porcelain", "--", *map(str, packages))
     return commit, None if changes is None else bool(changes)
-
-
-def cpu_model() -> str:
-    """The processor's name where the system tells, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for text in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if text.startswith("model name"):
-                return text.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -11,6 +11,7 @@ from metanudge.bilevel.oracle import solve
 from metanudge.bilevel.problem import Bilevel, Function
 from metanudge.bilevel.solve import choose, differentiate
 from metanudge.bilevel.tree import Tree
+from metanudge.engines.uninterrupted import uninterrupted
 from metanudge.estimators import Estimator
 from metanudge.solvers import Solver
 
@@ -52,14 +53,14 @@ def solve_bilevel(
 
 def _value(problem: Bilevel, solver: Solver) -> Tensor:
     """f at the un-nudged solution, without any derivative in x."""
-    with torch.inference_mode(False), torch.enable_grad(), problem.draws.preserved():
+    with uninterrupted(), torch.inference_mode(False), torch.enable_grad(), problem.draws.preserved():
         d = solve(problem, solver).displacement
         return problem.evaluate("outer", problem.x, problem.phi(d)).detach()
 
 
 def _check_captured(problem: Bilevel) -> None:
     """Tensors that reach the functions past x would lose their gradient without a word."""
-    with problem.draws.preserved():
+    with uninterrupted(), problem.draws.preserved():
         for level in ("inner", "outer"):
             if problem.evaluate(level, problem.x, problem.phi(problem.zeros())).requires_grad:
                 raise ValueError(

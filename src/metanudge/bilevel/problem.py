@@ -79,9 +79,9 @@ class Bilevel:
 
     def evaluate(self, level: Level, x: Params, phi: Params, step: int = 0) -> Tensor:
         """The value of one function, with whatever graph x and φ bring; `step` chooses its random numbers."""
-        self.draws.seed_for(step, "support" if level == "inner" else "query")
         try:
-            value = self._functions[level](self._x_tree.build(x), self._phi_tree.build(phi))
+            with self.draws.seeded(step, "support" if level == "inner" else "query"):
+                value = self._functions[level](self._x_tree.build(x), self._phi_tree.build(phi))
         except Exception as error:
             error.add_note(f"It happened in {level}(x, phi) with {_shapes(x)} and {_shapes(phi)}.")
             raise

@@ -15,6 +15,7 @@ from metanudge.bilevel.estimate import Estimate, size
 from metanudge.bilevel.nudged import nudged
 from metanudge.bilevel.problem import Bilevel, Function
 from metanudge.bilevel.tree import Tree
+from metanudge.engines.uninterrupted import uninterrupted
 from metanudge.estimators import ESMAML, FOBMAML, FOMAML, IMAML, MAML, Estimator, Exact, NonFiniteError, Reptile
 from metanudge.solvers import LBFGS, Nesterov, Solver
 from metanudge.solvers.base import check_positive
@@ -135,7 +136,7 @@ def hypergradient(
 
 def differentiate(problem: Bilevel, solver: Solver, estimator: Estimator) -> Estimate:
     """Run an estimator, also where the caller has gradients switched off, and check what comes out."""
-    with torch.inference_mode(False), torch.enable_grad(), problem.draws.preserved():
+    with uninterrupted(), torch.inference_mode(False), torch.enable_grad(), problem.draws.preserved():
         estimate = METHODS[type(estimator)](problem, solver, estimator)
     if not problem.depends_on_x:
         raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import signal
 import sys
 import time
 
@@ -17,7 +18,8 @@ from metanudge.cli.commands import OWN, available, whence
 from metanudge.cli.errors import guarded
 from metanudge.cli.warnings import plain_warnings
 from metanudge.near import near
-from metanudge.training.errors import EXIT_BAD_INPUT
+from metanudge.training import output
+from metanudge.training.errors import EXIT_BAD_INPUT, exit_codes
 from metanudge.version import __version__
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
@@ -36,16 +38,28 @@ examples:
   metanudge train --resume runs/mnist1d-20260101-120000    go on where a run stopped
   torchrun --nproc-per-node=4 -m metanudge train omniglot  many processes
 
-exit codes: 0 done · 2 bad input · 4 NaN or Inf · 5 out of memory · 130 Ctrl-C · 143 SIGTERM (both after saving)
+exit codes: {codes}
 
 metanudge COMMAND --help says more about a command; metanudge --version prints the version."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run a command; returns the exit code. Without `argv` it is the process's own, whose output is made to bear anything."""
+    if argv is None:
+        output.prepare()
+        try:
+            code = guarded(lambda: _main(sys.argv[1:]))
+        except SystemExit as left:  # how the flag parser ends
+            code = left.code if isinstance(left.code, int) else EXIT_BAD_INPUT
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on there is nothing to save, and nothing to say
+        return output.finish(code)
+    return guarded(lambda: _main(argv))
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_USAGE.format(commands="\n".join(f"  {name:<9} {command.help}" for name, command in available().items())))
+        commands = "\n".join(f"  {name:<9} {command.help}" for name, command in available().items())
+        print(_USAGE.format(commands=commands, codes=exit_codes()))
         return 0 if arguments else EXIT_BAD_INPUT
     name, rest = arguments[0], arguments[1:]
     if name in ("--version", "-V"):
@@ -59,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     _wait_politely_on_a_busy_machine()
     _keep_freed_memory()
     with plain_warnings():
-        return guarded(lambda: importlib.import_module(command.module).run(rest))
+        code: int = importlib.import_module(command.module).run(rest)
+    return code
 
 
 def _keep_freed_memory() -> None:

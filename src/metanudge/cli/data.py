@@ -219,24 +219,24 @@ def _verify_omniglot_arrays(file: Path) -> str:
     if len(blank):
         character, drawer = blank[0]
         raise ValueError(f"{file}: drawing {drawer + 1} of {arrays.names[character]} is blank ({len(blank)} such). Replace it.")
-    return f"{len(arrays.names)} characters × {arrays.images.shape[1]} drawings, sha256 {_digest(file, 'sha256')[:16]}…"
+    return f"{len(arrays.names)} characters × {arrays.images.shape[1]} drawings, sha256 {_digest(file)[:16]}…"
 
 
 def _verify_omniglot_part(path: Path) -> str:
     from metanudge.tasks.cache import cache_folder
     from metanudge.tasks.omniglot_archive import DRAWERS, read_part
-    from metanudge.tasks.omniglot_files import _MD5, CHARACTERS
+    from metanudge.tasks.omniglot_files import _SHA256, CHARACTERS
 
     part = path.name.removesuffix(".zip")
     note = ""
     if path.is_file():
-        expected, found = _MD5[part], _digest(path, "md5")
+        expected, found = _SHA256[part], _digest(path)
         if expected == found:
             note = ", the original archive"
         elif path.parent == cache_folder() / "omniglot":
-            raise ValueError(f"{path} has the wrong checksum: md5 {found}, expected {expected}. Delete it; it is downloaded again.")
+            raise ValueError(f"{path} has the wrong checksum: sha256 {found}, expected {expected}. Delete it; it is downloaded again.")
         else:
-            note = f", not the original archive (md5 {found[:8]}… instead of {expected[:8]}…) but complete and readable"
+            note = f", not the original archive (sha256 {found[:8]}… instead of {expected[:8]}…) but complete and readable"
     arrays = read_part(path, CHARACTERS[part])
     return f"{len(arrays.names)} characters × {DRAWERS} drawings{note}"
 
@@ -269,9 +269,9 @@ def _verify_own(path: Path, label: str) -> str:
     )
 
 
-def _digest(path: Path, kind: str) -> str:
+def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, kind).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _megabytes(path: Path) -> str:

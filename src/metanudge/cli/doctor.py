@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
+
+from metanudge.cli.reproducibility import reproducibility
 
 if TYPE_CHECKING:
     import torch
@@ -26,18 +28,27 @@ OPTIONAL = {"tensorboard": "metanudge train --tensorboard", "wandb": "metanudge 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Show versions, devices, threads, memory and data, and check meta-gradients against the exact one.
+    """Show versions, devices, memory and data, and what is not reproducible here; check meta-gradients against the exact one.
 
     Exit code 0 when every check passes, 1 otherwise.
 
-    example: metanudge doctor
+    examples: metanudge doctor, metanudge doctor runs/first
     """
+
+    run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
+    """A run whose versions, threads and processor are compared with this machine's."""
 
 
 def run(argv: list[str]) -> int:
     """Run the command."""
-    tyro.cli(DoctorOptions, args=argv, prog="metanudge doctor", description=cleandoc(DoctorOptions.__doc__ or ""))
-    for title, lines in (("versions", versions()), ("machine", machine()), ("data", data()), ("optional packages", optional())):
+    options = tyro.cli(DoctorOptions, args=argv, prog="metanudge doctor", description=cleandoc(DoctorOptions.__doc__ or ""))
+    for title, lines in (
+        ("versions", versions()),
+        ("machine", machine()),
+        ("data", data()),
+        ("optional packages", optional()),
+        ("reproducibility", reproducibility(options.run)),
+    ):
         print(title)
         for name, text in lines:
             print(f"  {name:<11}  {text}")
@@ -75,11 +86,13 @@ def machine() -> Iterator[tuple[str, str]]:
     """Devices, threads, memory."""
     import torch
 
+    from metanudge.training.memory import available_memory
+
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "cpu", f"{usable} cores usable, torch threads: {torch.get_num_threads()} (OMP_NUM_THREADS changes it)"
-    if (memory := _memory()) is not None:
-        yield "memory", f"{memory[1] / 2**30:.1f} GiB, {memory[0] / 2**30:.1f} GiB available"
+    if (memory := available_memory()) is not None:
+        yield "memory", f"{memory / 2**30:.1f} GiB available"
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         yield f"cuda:{number}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
@@ -106,21 +119,6 @@ def optional() -> Iterator[tuple[str, str]]:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
             yield name, f"not installed; for {what}: pip install 'metanudge[{name}]'"
-
-
-def _memory() -> tuple[int, int] | None:
-    """(available, total) in bytes, where the system tells."""
-    try:
-        page = os.sysconf("SC_PAGE_SIZE")
-        available, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
-    except (AttributeError, ValueError, OSError):
-        return None
-    info = Path("/proc/meminfo")
-    if info.is_file():  # counts the cache that can be given back as available
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    return available, total
 
 
 @dataclass(frozen=True)

@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
 
-from metanudge.training.errors import EXIT_BAD_INPUT, EXIT_SIGINT, StopTraining, UserError
+from metanudge.training.errors import EXIT_BAD_INPUT, EXIT_CANNOT_WRITE, EXIT_OUT_OF_MEMORY, EXIT_SIGINT, StopTraining, UserError
+from metanudge.training.signals import Interrupted, StopRequest
 from metanudge.training.trust import printable
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def guarded(command: Callable[[], int]) -> int:
     """Run a command. What the user can put right ends with exit code 2 and a message; bugs keep their traceback."""
-    try:
-        return command()
-    except StopTraining as error:
-        report(str(error))
-        return error.code
-    except UserError as error:
-        report(f"error: {error}")
-        return EXIT_BAD_INPUT
-    except BrokenPipeError:  # the reader of a pipe has gone, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BAD_INPUT
-    except OSError as error:
-        report(f"error: {error}")
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        report("Interrupted; nothing was lost.")
-        return EXIT_SIGINT
-    except RuntimeError as error:
-        if type(error).__name__ != "CheckpointError":
+    with StopRequest() as stop:
+        try:
+            with stop.interruptible():
+                return command()
+        except StopTraining as error:
+            report(str(error))
+            return error.code
+        except (UserError, OSError) as error:
+            report(f"error: {error}")
+            return _code(error)
+        except KeyboardInterrupt as error:
+            report(f"{error if isinstance(error, Interrupted) else 'Interrupted'}; nothing was lost.")
+            return error.code if isinstance(error, Interrupted) else EXIT_SIGINT
+        except (RuntimeError, MemoryError) as error:
+            if type(error).__name__ == "CheckpointError":
+                report(f"error: {error}")
+                return _code(error)
+            if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+                report(
+                    f"Out of memory ({str(error).splitlines()[0]}). Use a smaller model, fewer examples, or a device with more memory."
+                )
+                return EXIT_OUT_OF_MEMORY
             raise
-        report(f"error: {error}")
-        return EXIT_BAD_INPUT
+
+
+def _code(error: BaseException | None) -> int:
+    """Bad input, unless a disk that takes no more is behind it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return EXIT_CANNOT_WRITE
+        error = error.__cause__
+    return EXIT_BAD_INPUT
 
 
 def report(message: str) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import tyro
 
-from metanudge.training.config import TrainConfig
-from metanudge.training.errors import UserError
-from metanudge.training.files import read_text
+from metanudge.training import output
+from metanudge.training.config import ChangedError, TrainConfig
+from metanudge.training.errors import UserError, exit_codes
 from metanudge.training.trust import check_trust
 
 _DESCRIPTION = """Meta-train a few-shot learner: metanudge train DATA [OPTIONS]
@@ -25,7 +25,9 @@ Examples:
   metanudge train --config runs/a/config.json --seed 1 --out runs/b
   metanudge train --resume runs/a
 
-Exit codes: 0 done, 2 bad input, 4 NaN or Inf, 5 out of memory, 130 Ctrl-C and 143 SIGTERM (after saving; Ctrl-C twice leaves at once)."""
+A run whose output nobody reads any more (| head) goes on; what it writes is in its folder.
+
+Exit codes: {codes}"""
 
 
 @dataclass(frozen=True)
@@ -40,32 +42,34 @@ class Arguments:
     trust: bool = False
     """Obey the file of --resume or --config also where it names code to import (model module:attribute) or logs to wandb.
     Look at it first: its code runs as you. A model that you name yourself with --model needs no trust."""
+    allow_changed_data: bool = False
+    """With --resume: go on although the .csv file or folder is not what it was. It is another run from there on."""
 
 
-def parse(argv: list[str]) -> tuple[TrainConfig, Path | None]:
-    """Configuration and run to resume."""
+def parse(argv: list[str]) -> Arguments:
+    """Configuration, run to resume, and what is allowed."""
     base, origin = TrainConfig(), None
     resume, file = _path(argv, "--resume"), _path(argv, "--config")
     if resume is not None and file is not None:
         raise UserError("--resume and --config contradict each other: a run has its own configuration. Leave one of them out.")
     if resume is not None:
         origin = _config_of(resume)
-        base = TrainConfig.from_json(read_text(origin), where=str(origin))
+        base = _saved(origin)
     elif file is not None:
         origin = file
         if not os.path.lexists(file):
             raise UserError(f"--config {file}: there is no such file. Give a run's config.json, or leave it out.")
-        base = dataclasses.replace(TrainConfig.from_json(read_text(file), where=str(file)), out=None)
+        base = dataclasses.replace(TrainConfig.read(file), out=None)
     arguments = tyro.cli(
         Arguments,
         args=argv,
         prog="metanudge train",
-        description=_DESCRIPTION,
+        description=_DESCRIPTION.format(codes=exit_codes()),
         default=Arguments(base, resume, file),
     )
     if origin is not None and not arguments.trust:
         check_trust(arguments.train, origin, but=_given(argv, arguments.train))
-    return arguments.train, arguments.resume
+    return arguments
 
 
 def _given(argv: list[str], config: TrainConfig) -> set[str]:
@@ -94,9 +98,17 @@ def _config_of(resume: Path) -> Path:
     return file
 
 
+def _saved(file: Path) -> TrainConfig:
+    try:
+        return TrainConfig.read(file)
+    except ChangedError as changed:
+        return changed.config  # `train` refuses it, and can say which setting differs
+
+
 def run(argv: list[str]) -> int:
     """Parse the flags and train."""
-    config, resume = parse(argv)
+    arguments = parse(argv)
+    config = arguments.train
     config.check()
     if not config.data:
         raise UserError(
@@ -105,4 +117,5 @@ def run(argv: list[str]) -> int:
         )
     from metanudge.training.trainer import train  # loads torch, which --help must not wait for
 
-    return train(config, resume=resume)
+    output.going_on()
+    return train(config, resume=arguments.resume, allow_changed_data=arguments.allow_changed_data)

@@ -15,6 +15,7 @@ from metanudge.engines.chain import Chain, Data
 from metanudge.engines.compiled import triton_works
 from metanudge.engines.inner import Cost, Measured, NudgedOracle
 from metanudge.engines.randomness import Draws
+from metanudge.engines.uninterrupted import obey
 from metanudge.engines.vmapped import StackedInner, num_rows, repeated
 from metanudge.params import Flat, Params, norm
 from metanudge.problem import Nudge, Problem
@@ -190,9 +191,9 @@ class ChainedInner(StackedInner):
     def _smooth(self, phi: Params, part: Part, step: int) -> Tensor:
         """Weighted losses of all rows that can be differentiated twice."""
         (inputs, targets), which, weight = part
-        self._draws.seed_for(step, which)
         targets = repeated(targets, num_rows(phi) // self.tasks)
-        losses = self._chain.losses_layer_by_layer(inputs, targets, phi, self.problem.objective)
+        with self._draws.seeded(step, which):
+            losses = self._chain.losses_layer_by_layer(inputs, targets, phi, self.problem.objective)
         return losses if weight is None else losses * weight
 
     def _gradient(self, d: Params, parts: list[Part], step: int) -> tuple[Tensor, Flat]:
@@ -247,6 +248,7 @@ class ChainedInner(StackedInner):
 
     def _gradient_of_both(self, d: Params, joined: Joined, weight: Tensor) -> tuple[Tensor, Flat]:
         """Losses and gradient of f̂ + ν f, evaluated in one go."""
+        obey()
         leaves = {n: leaf.detach().requires_grad_() for n, leaf in self._moved(d).items()}
         theta = self._flat_theta
         found = theta.like(theta.matrix.new_empty(num_rows(d), theta.matrix.numel()))
@@ -263,8 +265,8 @@ class ChainedInner(StackedInner):
         """What `run` makes with the random numbers of a step."""
 
         def seeded() -> Tensor:
-            self._draws.seed_for(step, which)
-            return run()
+            with self._draws.seeded(step, which):
+                return run()
 
         return self._explained(seeded)
 

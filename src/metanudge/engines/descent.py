@@ -40,7 +40,8 @@ class Listener:
     def handing_to(self, take: Take) -> Iterator[None]:
         """Within, backward passes hand over names and parameters as soon as their `.grad` has all that the pass adds to it."""
         if not self._handles:
-            self._handles = [self._parameters[n].register_post_accumulate_grad_hook(partial(self._hear, n)) for n in self.names]
+            for name in self.names:
+                self._handles.append(self._parameters[name].register_post_accumulate_grad_hook(partial(self._hear, name)))
         self._take = take
         try:
             yield

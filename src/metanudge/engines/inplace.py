@@ -25,7 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from metanudge.engines.descent import Descent, Forces, Listener, row, take_gradient
 from metanudge.engines.diagnosis import model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
+from metanudge.engines.ownership import claimed
 from metanudge.engines.randomness import Draws, minibatch
+from metanudge.engines.uninterrupted import restored, uninterrupted
 from metanudge.params import Params
 from metanudge.problem import LossError, Nudge, Problem
 from metanudge.proximal import Diagonal
@@ -47,11 +49,14 @@ class Guard:
             for module in model.modules()
             for name, buffer in module._buffers.items()
         ]
-        for parameter, _ in self._gradients:
-            parameter.grad = None
         self._versions = {n: p._version for n, p in problem.parameters.items()}
         self.listener = Listener(problem.parameters)
         self._shared = problem.shared
+
+    def clear(self) -> None:
+        """Take away what would be in the way of inner gradients; from here on the module is not as it was."""
+        for parameter, _ in self._gradients:
+            parameter.grad = None
         self._want(adapting=True, shared=False)
 
     @contextmanager
@@ -80,7 +85,7 @@ class Guard:
             buffer.restore()
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put everything back; it does not matter how often."""
         self.listener.close()
         self._want(adapting=True, shared=True)
         for name, parameter in self._parameters.items():
@@ -119,14 +124,12 @@ class InplaceEngine:
     ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch as groups of one; the module is restored when the session ends."""
         _refuse_synchronising_wrappers(problem.objective.model)
-        problem.proximal.refresh()
-        draws = Draws(seed, problem.device)
-        with draws.preserved():
-            guard = Guard(problem)
-            try:
+        with uninterrupted(), claimed(problem):
+            problem.proximal.refresh()
+            draws, guard = Draws(seed, problem.device, problem.modules), Guard(problem)
+            with draws.preserved(), restored(guard.restore):
+                guard.clear()
                 yield (InplaceInner(problem, place, task, guard, draws, cost) for place, task in enumerate(batch, first))
-            finally:
-                guard.restore()
 
 
 class InplaceInner(Inner):
@@ -288,9 +291,9 @@ class InplaceInner(Inner):
 
     def _run(self, function: Callable[[Batch], Result], batch: Batch, step: int, which: str) -> Result:
         """Evaluate a function of the batch with the random numbers of this step."""
-        self._draws.seed_for(step, which)
         try:
-            return function(batch)
+            with self._draws.seeded(step, which):
+                return function(batch)
         except LossError:
             raise
         except (RuntimeError, IndexError, ValueError, AssertionError) as error:

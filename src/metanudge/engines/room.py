@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from metanudge.engines.randomness import Draws
+from metanudge.engines.uninterrupted import tensors_kept
 from metanudge.problem import Problem
 from metanudge.task import Batch, Task
 
@@ -54,6 +55,6 @@ def _kept_by(problem: Problem, batch: Batch) -> int:
 
     buffers = {f"model.{n}": b.clone() for n, b in problem.objective.model.named_buffers()}
     watch = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
-    with Draws(0, problem.device).preserved(), torch.enable_grad(), watch:
+    with Draws(0, problem.device).preserved(), torch.enable_grad(), tensors_kept(problem.modules), watch:
         functional_call(problem.objective, buffers, (batch,))
     return sum(kept.values())

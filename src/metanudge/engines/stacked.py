@@ -11,7 +11,9 @@ from torch import Tensor
 from metanudge.engines.chain import Chain
 from metanudge.engines.chained import ChainedInner
 from metanudge.engines.inner import Cost, Inner
+from metanudge.engines.ownership import claimed
 from metanudge.engines.randomness import Draws
+from metanudge.engines.uninterrupted import tensors_kept, uninterrupted
 from metanudge.engines.vmapped import StackedInner
 from metanudge.problem import Problem
 from metanudge.solvers.base import check_count
@@ -37,16 +39,16 @@ class StackedEngine:
         self, problem: Problem, batch: TaskBatch, *, width: int, seed: int, cost: Cost, first: int = 0
     ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch in groups of equal shape, small enough for the chunk."""
-        problem.proximal.refresh()
-        draws = Draws(seed, problem.device)
         tasks_at_once = len(batch) if self.chunk is None else max(1, self.chunk // width)
         nudges_at_once = width if self.chunk is None else min(width, self.chunk)
+        draws = Draws(seed, problem.device, problem.modules)
         groups = (
             _kind(problem, stack)(problem, stack[begin : begin + tasks_at_once].moved(first), nudges_at_once, draws, cost)
             for stack in batch.stacks
             for begin in range(0, len(stack), tasks_at_once)
         )
-        with draws.preserved():
+        with uninterrupted(), claimed(problem), draws.preserved(), tensors_kept(problem.modules):
+            problem.proximal.refresh()
             yield groups
         cost.drew = draws.used
 

@@ -246,12 +246,12 @@ class StackedInner(Inner):
     ) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of one row at θ + d, with the shared parameters as they are unless d moves them too."""
         theta = self._theta | self._omega if theta is None else theta
-        self._draws.seed_for(step, which)
         phi = {f"model.{n}": theta[n] for n in self._omega if n not in d}
         phi |= {f"model.{n}": (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
         # Fresh copies: a module may write its buffers, and what it writes must not outlive this evaluation.
         kept = {n: b.clone() for n, b in buffers.items()} if self._buffers_written else buffers
-        return functional_call(self.problem.objective, (phi, kept), (batch,))
+        with self._draws.seeded(step, which):
+            return functional_call(self.problem.objective, (phi, kept), (batch,))
 
     def _nudged(self, d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch, step: int) -> Tensor:
         value = self._loss(d, buffers, support, step, "support")[0]

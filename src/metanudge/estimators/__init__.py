@@ -1,6 +1,6 @@
 """How to differentiate: one method a file, all through the interface of `metanudge.estimators.base`."""
 
-from metanudge.estimators.base import Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.estimators.base import DivergenceWarning, Estimator, NonFiniteError, Stats, meta_gradient
 from metanudge.estimators.esmaml import ESMAML
 from metanudge.estimators.exact import Exact
 from metanudge.estimators.fobmaml import FOBMAML
@@ -18,6 +18,7 @@ __all__ = [
     "FOMAML",
     "IMAML",
     "MAML",
+    "DivergenceWarning",
     "Estimator",
     "Exact",
     "NonFiniteError",

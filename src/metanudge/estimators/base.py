@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from metanudge.engines.capture import Captures
 from metanudge.params import Flat, Params
 from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
+from metanudge.solvers import stability_advice
 from metanudge.solvers.base import LinearSolver, Solution, Solver
 from metanudge.task import TaskBatch
 
@@ -38,6 +40,10 @@ class Estimator(Protocol):
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the meta-gradient of a group of tasks to `total`, divided by the number of tasks of the whole batch."""
+
+
+class DivergenceWarning(UserWarning):
+    """The inner steps overshoot, so that the meta-gradient may mean nothing."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -90,7 +96,7 @@ class Stats:
             parts.append(f"accuracy {self.query_accuracy_before:.1%} → {self.query_accuracy:.1%}")
         parts.append(f"inner residual {self.residual_start:.3g} → {self.residual:.3g}")
         if self.diverged:
-            parts[-1] += " (grew: try a smaller lr or a larger lam)"
+            parts[-1] += " (grew: try a smaller lr)"
         if self.nu is not None:
             parts.append(f"ν {self.nu:.3g}")
         parts.append(f"|meta-gradient| {self.gradient_norm:.3g}, {self.tasks} tasks, {self.engine}")
@@ -181,16 +187,16 @@ class MetaGradient:
         pieces = self._flat.clone().split([g.numel() for g in self.gradient.values()])
         return {n: piece.view(g.shape).to(g.dtype) for (n, g), piece in zip(self.gradient.items(), pieces, strict=True)}
 
-    def finish(self, cost: Cost, engine: str) -> Stats:
-        """Check that everything was finite and sum the statistics up; waits for the device once."""
+    def finish(self, cost: Cost, engine: str, advice: Callable[[], str]) -> Stats:
+        """Check that everything was finite and sum the statistics up; waits for the device once. `advice` is for what was not."""
         sealed = self._sealed.tolist()
-        self._raise_where_not_finite(sealed[: len(self._checks)])
+        self._raise_where_not_finite(sealed[: len(self._checks)], advice)
         values = dict(zip(self._sums, sealed[len(self._checks) :], strict=True))
         norm = values["gradient_norm"]
         if not math.isfinite(norm):
             raise NonFiniteError(
                 "The meta-gradient is not finite although every inner solve was; the nudge or the query loss overflowed. "
-                "Use a smaller lr, a larger lam or a larger nu. Nothing was written to .grad."
+                "Use a smaller lr or a larger nu. Nothing was written to .grad."
             )
         error = values["error"] / norm if "error" in values and norm > 0 else None
         nan = math.nan
@@ -216,7 +222,7 @@ class MetaGradient:
         total = values.detach().double().sum() * (share / self.num_tasks)
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
-    def _raise_where_not_finite(self, fine: list[float]) -> None:
+    def _raise_where_not_finite(self, fine: list[float], advice: Callable[[], str]) -> None:
         if all(fine):
             return
         first = fine.index(0.0)
@@ -231,8 +237,8 @@ class MetaGradient:
         alone = "of the nudged problem" in quantity  # the un-nudged one was solved before
         more = ' Without the nudge all was finite: a smaller nu or start="theta" may do, too.' if alone else ""
         raise NonFiniteError(
-            f"The {quantity} of task {places[row % len(places)]} became NaN or Inf {when}. Usually the inner steps diverge: use a "
-            f"smaller lr in the solver or a larger lam.{more} If it is step 0, look for NaN in the data or the model's parameters. "
+            f"The {quantity} of task {places[row % len(places)]} became NaN or Inf {when}. Usually the inner steps diverge: "
+            f"{advice()}.{more} If it is step 0, look for NaN in the data or the model's parameters. "
             "Nothing was written to .grad."
         )
 
@@ -307,9 +313,15 @@ def meta_gradient(
         key = (_addresses(problem), _shapes(tasks), solver, estimator, engine, metrics, first, _precision(problem.device))
         total, cost = captures.run(key, tasks, compute, drew=lambda: cost.drew)
         gradient = total.copy()  # asked for before `finish` waits for the device
-        return gradient, total.finish(cost, engine.name)
+        return gradient, total.finish(cost, engine.name, partial(advice_on, problem, solver))
     total, cost = compute(tasks)
-    return total.gradient, total.finish(cost, engine.name)
+    return total.gradient, total.finish(cost, engine.name, partial(advice_on, problem, solver))
+
+
+def advice_on(problem: Problem, solver: Solver) -> str:
+    """What to change where the inner steps diverge; waits for the device."""
+    lam = max(float(leaf.max()) for leaf in problem.lam.values()) if isinstance(problem.proximal, Diagonal) else None
+    return stability_advice(getattr(solver, "lr", None), lam)
 
 
 def _repeats_itself(problem: Problem, solver: Solver, estimator: Estimator, engine: Engine) -> bool:

@@ -35,7 +35,11 @@ def stiffness_per_parameter(lam: float | Tensor | Mapping[str, float | Tensor], 
 
 def _stiffness(value: float | Tensor, what: str, parameter: Tensor) -> Tensor:
     dtype = torch.promote_types(parameter.dtype, torch.float32)
-    tensor = torch.as_tensor(value, dtype=dtype, device=parameter.device).detach()
+    try:
+        tensor = torch.as_tensor(value, dtype=dtype, device=parameter.device).detach()
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        got = repr(value) if len(repr(value)) < 40 else f"a {type(value).__name__} that is too large"
+        raise TypeError(f"{what} must be a number or a tensor, got {got}. Write e.g. lam=2.0.") from error
     if tensor.ndim > 0 and tensor.shape != parameter.shape:
         raise ValueError(
             f"{what} has shape {tuple(tensor.shape)} but its parameter has {tuple(parameter.shape)}. "

@@ -8,6 +8,7 @@ it would drown in the rounding of φ. Solvers never differentiate through themse
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -195,6 +196,19 @@ def iterate(solver: LinearSolver, oracle: Oracle, start: Params | None, tol: flo
         del g  # or the old gradient would still be alive while the next forward pass stores its activations
     assert steps is not None
     return trace.solution(solver.result(d, memory), steps)
+
+
+def check_kind(value: object, what: str, method: str, examples: Mapping[str, str]) -> None:
+    """Raise a `TypeError` unless `value` is an object with this method; it says which of the examples to write, by default the first."""
+    if not isinstance(value, type) and callable(getattr(value, method, None)):
+        return
+    kind = value if isinstance(value, type) else type(value)
+    got, name = (repr(value), value) if isinstance(value, str) else (f"the class {kind.__name__}", kind.__name__)
+    if not isinstance(value, (str, type)):
+        got = f"an object of {kind.__name__}"
+    known = {label.lower(): example for label, example in examples.items()}
+    example = known.get(name.lower().replace("-", "").replace("_", ""), next(iter(known.values())))
+    raise TypeError(f"{what} must be one of metanudge's {what}s, as an object; got {got}. Write {what}={example}.")
 
 
 def check_positive(value: float, what: str, fix: str) -> None:

@@ -11,6 +11,25 @@ from metanudge.params import Flat, Params
 from metanudge.solvers.base import Descends, Oracle, Solution, Trace, check_count, check_positive, check_solver_options, iterate
 
 
+def stability_advice(lr: float | None, lam: float | None, *, where: str = "lr in the solver", stiffness: str = "lam") -> str:
+    """What to change where inner steps overshoot: they are stable below 2/(curvature + λ), so a larger λ makes it worse.
+
+    Args:
+        lr: the solver's step size, where it has one.
+        lam: the largest λ, where the proximal term has one.
+        where, stiffness: what the two are called.
+
+    Example:
+        >>> stability_advice(0.1, 2.0)
+        'use a smaller lr in the solver'
+        >>> stability_advice(0.1, 30.0)
+        'use a smaller lr in the solver or a smaller lam: lr·λ = 3, and lr·(curvature + λ) must stay below 2'
+    """
+    if lr is None or lam is None or lr * lam < 0.5:
+        return f"use a smaller {where}"
+    return f"use a smaller {where} or a smaller {stiffness}: lr·λ = {lr * lam:.3g}, and lr·(curvature + λ) must stay below 2"
+
+
 @dataclass(frozen=True)
 class GradientDescent:
     """d ← d − α ∇g(d), the inner algorithm of the paper's experiments.

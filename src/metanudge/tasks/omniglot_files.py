@@ -16,10 +16,12 @@ from metanudge.tasks.omniglot_archive import DRAWERS, SIZE, OmniglotArrays, read
 
 CHARACTERS: Mapping[str, int] = {"images_background": 964, "images_evaluation": 659}
 
-_URL = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python/"
-_MD5 = {
-    "images_background": "68d2efa1b9178cc56df9314c21c6e718",
-    "images_evaluation": "6b91aef0f799c5bb55b94e3f2daec811",
+# A commit, not a branch: what it names cannot change.
+_COMMIT = "ceffff1ba059df9c19f12021b738dd1e0d8dd650"
+_URL = f"https://raw.githubusercontent.com/brendenlake/omniglot/{_COMMIT}/python/"
+_SHA256 = {
+    "images_background": "ad41ab679c8b5d90b271ef46be6987cc81211774a695c29dcc5367b2b26ee640",
+    "images_evaluation": "1f61a8f3366785b057fc117d9228e78a16e3d976c8953b2a10fcc74cf0609cee",
 }
 _PROCESSED = "omniglot_28.npz"
 
@@ -120,7 +122,7 @@ def _download(part: str, folder: Path) -> Path:
 
     url = f"{_URL}{part}.zip"
     try:
-        path = pooch.retrieve(url, known_hash=f"md5:{_MD5[part]}", fname=f"{part}.zip", path=folder)
+        path = pooch.retrieve(url, known_hash=f"sha256:{_SHA256[part]}", fname=f"{part}.zip", path=folder)
     except Exception as error:  # requests, sockets, TLS, checksums: pooch passes on whatever went wrong
         raise DownloadError(
             f"Could not download {url} to {folder} ({error}). Without a network, put images_background.zip and "

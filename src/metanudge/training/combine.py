@@ -24,12 +24,14 @@ class Own:
         stats: of the same tasks; None in the same cases.
         failure: what was not finite.
         signal: the number of a signal that asks the run to stop.
+        broken_off: whether the signal came in the middle, so that there is no gradient.
     """
 
     gradient: Params
     stats: Stats | None
     failure: NonFiniteError | None
     signal: int | None
+    broken_off: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,14 @@ class Combined:
         values: its statistics, for the metrics.
         failure: what was not finite on one of the ranks; there is no gradient then.
         signal: the number of a signal that one of the ranks received.
+        broken_off: whether one of the ranks broke off; there is no gradient then.
     """
 
     gradient: Params
     values: dict[str, Any]
     failure: str | None
     signal: int | None
+    broken_off: bool = False
 
 
 def combine(own: Own, group: Group, learner: MetaLearner, *, tasks: int) -> Combined:
@@ -55,6 +59,8 @@ def combine(own: Own, group: Group, learner: MetaLearner, *, tasks: int) -> Comb
         return _reduced(own, group, learner, tasks)
     if own.failure is not None:
         return Combined({}, {}, str(own.failure), own.signal)
+    if own.broken_off:
+        return Combined({}, {}, None, own.signal, True)
     assert own.stats is not None
     names = (*_MEANS, "nu", "error", "gradient_norm")
     return Combined(own.gradient, {name: getattr(own.stats, name) for name in names}, None, own.signal)
@@ -67,6 +73,7 @@ def _reduced(own: Own, group: Group, learner: MetaLearner, tasks: int) -> Combin
     sums["nu"] = 0.0 if stats is None or stats.nu is None else share * stats.nu
     sums["error"] = 0.0 if stats is None or stats.error is None else share * stats.error * stats.gradient_norm
     sums["failed"] = float(own.failure is not None)
+    sums["broken off"] = float(own.broken_off)
     for number in CODES:
         sums[f"signal {number}"] = float(own.signal == number)
     if not gradient:
@@ -77,6 +84,8 @@ def _reduced(own: Own, group: Group, learner: MetaLearner, tasks: int) -> Combin
     if sums["failed"]:
         messages = [text for text in group.gather(str(own.failure) if own.failure is not None else None) if text]
         return Combined({}, {}, messages[0], signal)
+    if sums["broken off"]:
+        return Combined({}, {}, None, signal, True)
     norm = float(global_norm(list(gradient.values())))
     values = {name: sums[name] for name in _MEANS}
     error = sums["error"] / norm if sums["error"] and norm else None

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
 from metanudge.near import near
 from metanudge.training.errors import UserError
+from metanudge.training.files import read_text
+from metanudge.training.sealed import SEAL, is_intact, parse_json, seal
 from metanudge.training.trust import printable
+from metanudge.training.upgrade import upgrade
+from metanudge.version import __version__
+
+# What a resumed run may change: how far and where it goes, not what it computes.
+MAY_CHANGE = ("iterations", "test_tasks", "checkpoint_every", "device", "engine", "chunk", "compile", "tensorboard", "wandb")
 
 Schedule = Literal["constant", "cosine"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -141,6 +151,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{flag(name)} {value} is too small. Use {least} or more.")
+            if value is not None and value >= 1 << 63:
+                raise UserError(f"{flag(name)} {value} is too large. Use a number below 2**63.")
         positive = (
             ("lam", "It ties a task to the initialisation; the paper uses 2."),
             ("lam_lr", "It is a learning rate."),
@@ -154,8 +166,14 @@ class TrainConfig:
             raise UserError(f"--lam-lr {self.lam_lr} was given, but λ is not learned. Add --learn-lam tensor, or leave --lam-lr out.")
         if not self.patterns:
             raise UserError(f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of names such as 'head.*'.")
-        if not self.seed < 1 << 63:
-            raise UserError(f"{flag('seed')} {self.seed} is too large. Use a number below 2**63.")
+        for name, value in self.to_dict().items():
+            if isinstance(value, str) and not value.isprintable() and value != value.encode(errors="ignore").decode():
+                shown = value.encode(errors="surrogateescape")
+                raise UserError(f"{flag(name)} {shown!r} is not valid UTF-8, so no configuration can hold it. Rename the file or folder.")
+        if self.iterations * self.tasks >= 1 << 63:
+            raise UserError(
+                f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be numbered: 2**63. Use fewer."
+            )
         if self.precision != "fp32" and self.dtype == "float64":
             raise UserError(f"--precision {self.precision} and --dtype float64 contradict each other. Leave one of them out.")
 
@@ -169,29 +187,42 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """A JSON document that `from_json` turns back into an equal configuration."""
-        return json.dumps(self.to_dict(), indent=2) + "\n"
+        """A JSON document that `from_json` turns back into an equal configuration, with this version and a seal."""
+        return seal({**self.to_dict(), "version": __version__}, indent=2)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "the configuration") -> TrainConfig:
         """From `to_dict`'s result; fields left out have their defaults. Anything unknown or of the wrong type is refused."""
-        kinds = get_type_hints(cls)
+        kinds = _kinds()
         for key in values:
             if key not in kinds:
-                raise UserError(f"{where} has an unknown setting {key!r}.{near(key, kinds)} Correct or remove it.")
+                raise UserError(f"{where} has an unknown setting {reprlib.repr(key)}.{near(key, kinds)} Correct or remove it.")
         checked = {key: _typed(key, value, kinds[key], where) for key, value in values.items()}
         return cls(**checked)
 
     @classmethod
-    def from_json(cls, text: str, *, where: str = "the configuration") -> TrainConfig:
-        """From `to_json`'s result; `where` names the file in error messages."""
+    def from_json(cls, text: str | bytes, *, where: str = "the configuration") -> TrainConfig:
+        """From `to_json`'s result, of this version or an earlier one; `where` names the file in error messages."""
         try:
-            values = json.loads(text)
+            values = parse_json(text)
         except ValueError as error:
             raise UserError(f"{where} is not valid JSON ({error}). Correct it, or write a new one.") from error
         if not isinstance(values, dict):
             raise UserError(f"{where} holds a {type(values).__name__}, not an object with settings. Use a run's config.json.")
-        return cls.from_dict(values, where=where)
+        settings = {key: value for key, value in values.items() if key not in (SEAL, "version")}
+        config = cls.from_dict(upgrade(settings, values.get("version"), where=where), where=where)
+        if SEAL in values and not is_intact(values, indent=2):
+            raise ChangedError(
+                f"{where} was changed after it was written: it does not match its own {SEAL}. Put back what was there, or, "
+                f'if the change is meant, remove its line "{SEAL}".',
+                config,
+            )
+        return config
+
+    @classmethod
+    def read(cls, file: Path) -> TrainConfig:
+        """From a file that holds `to_json`'s result."""
+        return cls.from_json(read_text(file, limit=_MOST_BYTES), where=str(file))
 
     def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """The fields in which two configurations differ, with both values."""
@@ -199,10 +230,29 @@ class TrainConfig:
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
+class ChangedError(UserError):
+    """A configuration that is not what was sealed.
+
+    Attributes:
+        config: as it is now.
+    """
+
+    def __init__(self, message: str, config: TrainConfig) -> None:
+        super().__init__(message)
+        self.config = config
+
+
+_MOST_BYTES = 1 << 20  # of a configuration's file
 _LEAST = {
     "ways": 1, "shots": 1, "queries": 1, "iterations": 1, "tasks": 1, "seed": 0, "chunk": 1, "metrics_every": 1,
     "eval_every": 0, "eval_tasks": 1, "test_tasks": 0, "checkpoint_every": 1,
 }  # fmt: skip
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """The types of the fields."""
+    return get_type_hints(TrainConfig)
 
 
 def flag(name: str) -> str:
@@ -215,14 +265,16 @@ def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             choices = ", ".join(get_args(kind))
-            raise UserError(f"{where}: {name} is {value!r}.{near(str(value), get_args(kind))} Choose one of: {choices}.")
+            raise UserError(f"{where}: {name} is {reprlib.repr(value)}.{near(str(value), get_args(kind))} Choose one of: {choices}.")
         return value
     kinds = get_args(kind) or (kind,)
-    if type(value) is int and float in kinds:
+    if type(value) in (int, float) and float in kinds:
+        if not -sys.float_info.max <= value <= sys.float_info.max:
+            raise UserError(f"{where}: {name} is a number beyond ±{sys.float_info.max:.1e}. Give one that a float can hold.")
         return float(value)
     if type(value) not in kinds:
         wanted = " or ".join({int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(k, "null") for k in kinds)
-        raise UserError(f"{where}: {name} is {value!r}. It must be {wanted}.")
+        raise UserError(f"{where}: {name} is {reprlib.repr(value)}. It must be {wanted}.")
     _check_text(f"{where}: {name}", value)
     return value
 

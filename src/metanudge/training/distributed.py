@@ -30,24 +30,29 @@ MEET = timedelta(minutes=10)  # for all ranks to start and find each other
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of a run; one that is alone needs no torch.distributed."""
+    """The processes of a run; one that is alone needs no torch.distributed.
+
+    Attributes:
+        job: what rank 0 knows the torchrun job by, over all its restarts; None where nothing restarts it.
+    """
 
     rank: int = 0
     world: int = 1
-    restarted: bool = False
-    elastic: bool = False
+    job: str | None = None
 
     @classmethod
     def from_environment(cls) -> Group:
         """The group that torchrun's variables describe, connected; a group of one where there are none."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        else:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
             store, rank, world = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=_fresh(store, rank, world), rank=rank, world_size=world)
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return cls(dist.get_rank(), dist.get_world_size(), restarts > 0, "TORCHELASTIC_RUN_ID" in os.environ)
+        job = _job(store) if dist.get_rank() == 0 and "TORCHELASTIC_RUN_ID" in os.environ else None
+        return cls(dist.get_rank(), dist.get_world_size(), job)
 
     @property
     def leads(self) -> bool:
@@ -104,6 +109,14 @@ class Group:
             dist.all_reduce(tensor)
         return tensor
 
+    def agree(self, number: int | None) -> int | None:
+        """The largest of the ranks' numbers, the same on every rank; None where no rank has one."""
+        if self.world == 1:
+            return number
+        largest = torch.tensor([number or 0])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest) or None
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
         if self.world == 1:
@@ -116,6 +129,13 @@ class Group:
         """Leave the group."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _job(store: Any) -> str:
+    """A name made up at the first start of a torchrun job and kept in its store, which outlives restarts and is no other job's."""
+    if not store.check(["metanudge/job"]):
+        store.set("metanudge/job", f"{os.environ['TORCHELASTIC_RUN_ID']}/{uuid.uuid4().hex}")
+    return str(store.get("metanudge/job").decode())
 
 
 def _fresh(store: Any, rank: int, world: int) -> Any:

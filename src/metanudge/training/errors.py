@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 EXIT_DONE = 0
-EXIT_BUG = 1  # anything unforeseen; with a traceback
+EXIT_BUG = 1
 EXIT_BAD_INPUT = 2
 EXIT_NOT_FINITE = 4
 EXIT_OUT_OF_MEMORY = 5
+EXIT_CANNOT_WRITE = 6
 EXIT_SIGINT = 130
 EXIT_SIGTERM = 143
+
+EXIT_CODES = {
+    EXIT_DONE: "done",
+    EXIT_BUG: "failed check or bug",
+    EXIT_BAD_INPUT: "bad input",
+    EXIT_NOT_FINITE: "NaN or Inf",
+    EXIT_OUT_OF_MEMORY: "out of memory",
+    EXIT_CANNOT_WRITE: "cannot write",
+    EXIT_SIGINT: "Ctrl-C",
+    EXIT_SIGTERM: "SIGTERM",
+}
+"""What each code means, as `--help` says it."""
+
+
+def exit_codes() -> str:
+    """All codes in one line."""
+    return " · ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + " (both after saving)"
 
 
 class UserError(Exception):

@@ -1,7 +1,8 @@
 """The training loop: every meta-step is a function of (configuration, step, state), so a run can stop anywhere and go on.
 
 Episode b of meta-step s is episode s·tasks + b of the source, and everything random is seeded by (seed, s). A checkpoint holds θ, the
-optimizer's state and the length of the metrics file; a resumed run cuts the file back to it and writes the same bytes again.
+optimizer's state and the length of the metrics file; a resumed run cuts the file back to it and writes the same bytes again. Where a
+signal came before a meta-step was validated, the checkpoint also holds its line, and the resumed run begins with the validation.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -24,22 +26,26 @@ from metanudge.params import Params
 from metanudge.tasks import Episodes
 from metanudge.tasks.ahead import Ahead
 from metanudge.tasks.episodes import Split
-from metanudge.training.checkpoint import CheckpointStore
+from metanudge.training.checkpoint import CheckpointError, CheckpointStore
 from metanudge.training.combine import Own, combine
 from metanudge.training.config import TrainConfig
+from metanudge.training.continuing import fingerprint
 from metanudge.training.distributed import Group
 from metanudge.training.divergence import DivergenceWatch
-from metanudge.training.errors import EXIT_NOT_FINITE, EXIT_OUT_OF_MEMORY, StopTraining
+from metanudge.training.duration import DurationWatch
+from metanudge.training.environment import environment
+from metanudge.training.errors import EXIT_CANNOT_WRITE, EXIT_NOT_FINITE, EXIT_OUT_OF_MEMORY, StopTraining
 from metanudge.training.memory import OutOfMemory, halving
 from metanudge.training.metrics import MetricsLog, Sink, Timing, open_sinks
 from metanudge.training.plan import Plan
 from metanudge.training.progress import Reporter, memory_used
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING, DataShapes, choose_device, load_weights, weights_of
-from metanudge.training.signals import CODES, StopRequest
+from metanudge.training.signals import CODES, PATIENCE, Interrupted, StopRequest
 from metanudge.training.stiffness import stiffness
 from metanudge.training.summary import Outcome, facts, result_table, tested, write_summary
 from metanudge.training.trust import own_code
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
+from metanudge.version import __version__
 
 T = TypeVar("T")
 
@@ -67,13 +73,16 @@ class Trainer:
         self._ahead = Ahead(source)
         self.best: dict[str, Any] | None = state.get("best")
         self.saved_step = self.step if plan.checkpoint is not None else None
+        self._pending: dict[str, Any] | None = state.get("pending")
         if config.chunk is None and state.get("chunk") is not None:
             self.learner.chunk = state["chunk"]
         learner.tuner = NuTuner()  # trying the learner out may have chosen a ν already
         if state.get("tuner") is not None:
             learner.tuner.load_state_dict(state["tuner"])
         self._lrs = state.get("lrs") or [float(g["lr"]) for g in optimizer.param_groups]
-        self._watch = DivergenceWatch()
+        rate = getattr(learner.solver, "lr", None)
+        self._watch = DivergenceWatch(rate, config.lam)
+        self._duration = DurationWatch(config, width=learner.estimator.width, done=self.step) if self.device.type == "cpu" else None
         self._began = time.monotonic()
         self._log: MetricsLog | None = None
         self._timing: Timing | None = None
@@ -81,8 +90,8 @@ class Trainer:
         self._resumed = plan.saved is not None
         if group.leads:
             self._log = MetricsLog(self.folder / METRICS, size=state.get("metrics_size", 0))
-            if not self._log.complete:
-                reporter.note(f"{METRICS} is shorter than it was when the checkpoint was saved: some lines are missing.")
+            if self._log.size < state.get("metrics_size", 0):
+                reporter.note(f"{METRICS} is not there any more: it begins anew with step {self.step + 1}.")
             self._timing = Timing(self.folder / TIMING)
             self._sinks = open_sinks(config, self.folder)
 
@@ -93,6 +102,11 @@ class Trainer:
         self.reporter.begin([*about, ("run", where)], total=self.config.iterations, done=self.step)
         if self.config.compile and self.learner.problem().device.type == "cuda":
             self.reporter.note("The first meta-steps build kernels for this GPU: up to half a minute, seconds where they are cached.")
+        if self._pending is not None:
+            self.saved_step = None  # the checkpoint lacks the validation's result
+            self._complete(0.0)
+        if self.config.precision == "tf32" and self.device.type == "cpu":
+            self.reporter.note("--precision tf32 is for NVIDIA GPUs and changes nothing on a CPU: this run computes in fp32.")
         while self.step < self.config.iterations:
             stopped = self._meta_step()
             if stopped is not None:
@@ -117,14 +131,20 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        seconds = time.monotonic() - began
-        improved = False
+        self._pending = values
+        self._complete(time.monotonic() - began)
+        return stopped
+
+    def _complete(self, seconds: float) -> None:
+        """Validate where it is time, write the meta-step down, and save where it is time."""
+        assert self._pending is not None
+        values, improved = dict(self._pending), False
         if self.config.eval_every and (self.step % self.config.eval_every == 0 or self.step == self.config.iterations):
             improved = self._validate(values)
         self._record(values, seconds)
+        self._pending = None
         if improved or self.step % self.config.checkpoint_every == 0 or self.step == self.config.iterations:
             self._save(best=improved)
-        return stopped
 
     def _gradient(self) -> tuple[Params, dict[str, Any], int | None]:
         """The mean meta-gradient over all ranks' tasks, its statistics and a signal; raises before anything is changed."""
@@ -134,18 +154,25 @@ class Trainer:
         failure: NonFiniteError | None = None
         gradient: Params = {}
         stats: Stats | None = None
+        broken_off = False
         if len(own):
             now = range(self.step * tasks + own.start, self.step * tasks + own.stop)
             then = range(now.start + tasks, now.stop + tasks)
             batch = self._ahead.batch(now, then=then if self.device.type == "cuda" else None)
             try:
-                gradient, stats = self._with_memory(
-                    partial(self.learner.meta_gradient, batch, metrics=self._measured, seed=seed, first=own.start),
-                    rows=len(own) * self.learner.estimator.width,
-                )
+                with self.stop.interruptible(PATIENCE):
+                    gradient, stats = self._with_memory(
+                        partial(self.learner.meta_gradient, batch, metrics=self._measured, seed=seed, first=own.start),
+                        rows=len(own) * self.learner.estimator.width,
+                    )
             except NonFiniteError as error:
                 failure = error
-        result = combine(Own(gradient, stats, failure, self.stop.signal), self.group, self.learner, tasks=tasks)
+            except Interrupted:
+                gradient, stats, broken_off = {}, None, True
+        result = combine(Own(gradient, stats, failure, self.stop.signal, broken_off), self.group, self.learner, tasks=tasks)
+        if result.broken_off:
+            assert result.signal is not None
+            self._stop(result.signal)
         if result.failure is not None:
             self._not_finite(result.failure)
         warning = self._watch.see(result.values["residual_start"], result.values["residual"])
@@ -160,14 +187,24 @@ class Trainer:
         if not is_automatic(self.learner.estimator) or self.step % tuner.interval(tasks):
             return
 
-        def choose() -> tuple[dict[str, Any], NuEstimate]:
+        def choose() -> tuple[dict[str, Any], NuEstimate] | int | None:
             few, own = tuner.tasks(tasks), max(1, len(self.group.slice(tasks)))
             batch = self.source.batch(range(self.step * tasks, self.step * tasks + few))
             look = partial(self.learner.choose_nu, batch, seed=seed, rungs_at_once=max(1, own // few))
-            found = self._with_memory(look, rows=max(own, few) * self.learner.estimator.width)
+            before = tuner.state_dict()
+            try:
+                with self.stop.interruptible(PATIENCE):
+                    found = self._with_memory(look, rows=max(own, few) * self.learner.estimator.width)
+            except Interrupted:
+                tuner.load_state_dict(before)
+                return self.stop.signal
             return tuner.state_dict(), found
 
-        state, found = self.group.share(choose)
+        chosen = self.group.share(choose)
+        if not isinstance(chosen, tuple):
+            assert chosen is not None
+            self._stop(chosen)
+        state, found = chosen
         tuner.load_state_dict(state)
         tuner.last = found
         warning = self._watch.see_error(found.error)
@@ -198,29 +235,44 @@ class Trainer:
         return True
 
     def _evaluate(self, split: Split, count: int) -> Evaluation:
-        """`learner.evaluate` over `count` tasks in batches of a meta-step's size, shared among the ranks batch by batch."""
+        """`learner.evaluate` over `count` tasks in batches of a meta-step's size, one for each rank at a time.
+
+        A signal ends it, for all ranks after the same batch: what was measured is measured again when the run goes on.
+        """
         size = max(1, self.config.tasks * self.learner.estimator.width)
         columns = torch.zeros(4, count, dtype=torch.float64)
-        for number, begin in enumerate(range(0, count, size)):
-            if split == "test" and self.stop.signal is not None and self.group.world == 1:
-                self._stop(self.stop.signal)
-            if number % self.group.world != self.group.rank:
-                continue
-            end = min(begin + size, count)
-            batch = self.source.batch(range(begin, end), split)
-            result = self._with_memory(partial(self.learner.evaluate, batch, seed=mix(self.config.seed, 4)), rows=len(batch))
-            columns[:, begin:end] = torch.stack([result.loss_before, result.accuracy_before, result.loss, result.accuracy])
+        self._stop_if_asked()
+        for first in range(0, count, size * self.group.world):
+            begin = first + size * self.group.rank
+            places = range(begin, min(begin + size, count))
+            if len(places):
+                with suppress(Interrupted), self.stop.interruptible(PATIENCE):
+                    batch = self.source.batch(places, split)
+                    result = self._with_memory(partial(self.learner.evaluate, batch, seed=mix(self.config.seed, 4)), rows=len(batch))
+                    measured = torch.stack([result.loss_before, result.accuracy_before, result.loss, result.accuracy])
+                    columns[:, places.start : places.stop] = measured
+            self._stop_if_asked()
         return Evaluation(*self.group.sum(columns))
+
+    def _stop_if_asked(self) -> None:
+        """Save and stop if any rank was asked to; every rank must come by."""
+        signal = self.group.agree(self.stop.signal)
+        if signal is not None:
+            self._stop(signal)
 
     def _record(self, values: dict[str, Any], seconds: float) -> None:
         if self._log is None or self._timing is None:
             return
         memory = memory_used(self.device)
-        self._log.write(values)
-        self._timing.write(self.step, seconds, memory)
-        for sink in self._sinks:
-            sink.write(self.step, values)
+        with self._writing():
+            self._log.write(values)
+            self._timing.write(self.step, seconds, memory)
+            for sink in self._sinks:
+                sink.write(self.step, values)
         self.reporter.step(self.step, {**values, "memory": memory})
+        long = self._duration.see(seconds) if self._duration is not None else None
+        if long is not None:
+            self.reporter.note(long)
 
     # When something happens
 
@@ -272,9 +324,11 @@ class Trainer:
         if not self.group.leads or (self.saved_step == self.step and not best):
             return
         assert self._log is not None
-        self._log.sync()
         state = {
+            "version": __version__,
+            "environment": environment(self.device, processes=self.group.world),
             "config": self.config.to_dict(),
+            "data_sha256": fingerprint(self.source),
             "shapes": DataShapes.of(self.source).to_dict(),
             "optimizer": self.optimizer.state_dict(),
             "lrs": self._lrs,
@@ -282,10 +336,40 @@ class Trainer:
             "chunk": self.learner.chunk,
             "tuner": self.learner.tuner.state_dict() if is_automatic(self.learner.estimator) else None,
             "metrics_size": self._log.size,
+            "metrics_sha256": self._log.sha256,
         }
+        if self._pending is not None:
+            state["pending"] = self._pending
         weights = {part: module.state_dict() for part, module in weights_of(self.learner).items()}
-        self.store.save(self.step, weights, state, best=best)
+        with self._writing():
+            self._log.sync()
+            self.store.save(self.step, weights, state, best=best)
         self.saved_step = self.step
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Stop in good order where the run folder is gone or takes no more; never make it anew."""
+        assert self._log is not None
+        if not self._log.in_place:
+            raise StopTraining(
+                f"{self.folder} was deleted or moved while meta-step {self.step} was trained, so there is nowhere to write to. Stopped; "
+                "nothing was made in its place. If it was moved, go on with: metanudge train --resume NEW-PLACE",
+                EXIT_CANNOT_WRITE,
+            )
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            what = str(error) if isinstance(error, CheckpointError) else f"{self.folder} cannot be written ({error.strerror or error})."
+            kept = (
+                f"The checkpoint of meta-step {self.saved_step} is intact."
+                if self.saved_step is not None
+                else "No checkpoint was written yet."
+            )
+            raise StopTraining(
+                f"Stopped at meta-step {self.step}. {what} {kept} When there is space, go on with: "
+                f"metanudge train --resume {shlex.quote(str(self.folder))}",
+                EXIT_CANNOT_WRITE,
+            ) from error
 
     # The end
 
@@ -298,11 +382,13 @@ class Trainer:
             test = tested(self._evaluate("test", self.config.test_tasks))
         if self.group.leads:
             outcome = Outcome(step=self.step, best=self.best, test=test, seconds=time.monotonic() - self._began, resumed=self._resumed)
-            write_summary(self.folder, self.config, outcome, self.learner, processes=self.group.world)
+            with self._writing():
+                write_summary(self.folder, self.config, outcome, self.learner, processes=self.group.world, note=self.reporter.note)
             self.reporter.table("Result", result_table(self.folder, self.config, outcome, self.learner))
 
     def close(self) -> None:
         """Close the files."""
         for thing in (self._log, self._timing, *self._sinks):
             if thing is not None:
-                thing.close()
+                with suppress(OSError):  # a line that did not fit on the disk; the run has stopped because of it
+                    thing.close()

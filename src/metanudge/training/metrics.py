@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
 from metanudge.training.files import open_to_append, read_bytes
+from metanudge.training.sealed import parse_json
 
 Values = Mapping[str, float | int | str | None]
 
@@ -28,22 +30,38 @@ class MetricsLog:
     """
 
     def __init__(self, file: Path, *, size: int | None = None) -> None:
+        self._path = file
         self._file = open_to_append(file)
-        self.complete = size is None or self._file.tell() >= size
-        if size is not None and self.complete:
+        if size is not None and self._file.tell() >= size:
             self._file.truncate(size)
             self._file.seek(0, os.SEEK_END)
+        self._digest = hashlib.sha256(read_bytes(file))
 
     @property
     def size(self) -> int:
         """Bytes so far."""
         return self._file.tell()
 
+    @property
+    def sha256(self) -> str:
+        """Of the bytes so far, as they were written."""
+        return self._digest.hexdigest()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the file still has its name: a deleted or moved one can be written to, and nobody would see it."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except OSError:
+            return False
+
     def write(self, values: Values) -> None:
         """Add a line and hand it to the operating system."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
+        line = json.dumps(clean, allow_nan=False).encode() + b"\n"
+        self._file.write(line)
         self._file.flush()
+        self._digest.update(line)
 
     def sync(self) -> None:
         """Wait until everything is on the disk."""
@@ -55,12 +73,42 @@ class MetricsLog:
         self._file.close()
 
 
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """All complete lines of a metrics file."""
+def check_metrics(file: Path, *, size: int, sha256: str | None) -> None:
+    """Refuse a metrics file that does not begin with what it held when a checkpoint was saved; one that is not there may be."""
+    if not os.path.lexists(file):
+        return
+    try:
+        data = read_bytes(file)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}).") from error
+    if len(data) < size or (sha256 is not None and hashlib.sha256(data[:size]).hexdigest() != sha256):
+        what = f"has {len(data)} bytes, and had {size}" if len(data) < size else "does not match the sha256 that the checkpoint has of it"
+        raise UserError(
+            f"{file} was changed since the checkpoint was saved: it {what}. Put it back, or move it away to go on without it."
+        )
+
+
+def read_metrics(file: Path, *, note: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
+    """All complete lines of a metrics file; those that something has damaged are left out, and `note` is told which."""
     if not os.path.lexists(file):
         return []
     lines = read_bytes(file).split(b"\n")[:-1]  # what follows the last newline was cut off by a crash
-    return [json.loads(line) for line in lines]
+    rows = [_row(line) for line in lines]
+    damaged = [str(number) for number, row in enumerate(rows, 1) if row is None]
+    if damaged:
+        more = ", …" if len(damaged) > 5 else ""
+        note(f"{file} has damaged lines, {len(damaged)} of {len(rows)}, which are left out here: line {', '.join(damaged[:5])}{more}.")
+    return [row for row in rows if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line as `MetricsLog` writes it; None for anything else."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    sound = isinstance(row, dict) and type(row.get("step")) is int and all(v is None or type(v) in (int, float) for v in row.values())
+    return row if sound else None
 
 
 class Timing:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import glob
+import itertools
 import os
+import reprlib
 import shlex
 import time
 from dataclasses import dataclass
@@ -17,14 +20,13 @@ from metanudge.estimators import NonFiniteError
 from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from metanudge.training.config import TrainConfig, flag
+from metanudge.training.config import TrainConfig
 from metanudge.training.distributed import Group
 from metanudge.training.errors import UserError
 from metanudge.training.files import is_real_folder, open_to_append, write_text
-from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, SUMMARY, TIMING, read_config
-
-# What a resumed run may change: how far and where it goes, not what it computes.
-MAY_CHANGE = ("iterations", "test_tasks", "checkpoint_every", "device", "engine", "chunk", "compile", "tensorboard", "wandb")
+from metanudge.training.lock import LOCK, RunLock, check_free, job_of
+from metanudge.training.metrics import check_metrics
+from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, TIMING, check_config, read_config
 
 
 @dataclass(frozen=True)
@@ -32,53 +34,71 @@ class Plan:
     """Where a run lives and where it begins; made by rank 0 without writing anything."""
 
     folder: Path
-    saved: TrainConfig | None  # the configuration in the folder, for a run that goes on
-    checkpoint: Checkpoint | None
+    saved: TrainConfig | None = None  # the configuration in the folder, for a run that goes on
+    checkpoint: Checkpoint | None = None
+    named: bool = True  # the user chose the folder; where not, `claim` adds a number to a name that is taken
 
 
-def make_plan(config: TrainConfig, resume: Path | None, group: Group) -> Plan:
-    """Where the run goes: the folder of `resume`, `--out`, or a new one; `UserError` where that cannot be."""
+def make_plan(config: TrainConfig, resume: Path | None, group: Group, lock: RunLock) -> Plan:
+    """Where the run goes: the folder of `resume`, `--out`, or a new one; `UserError` where that cannot be.
+
+    A run that is there is locked before any of it is read, a new one by `claim`.
+    """
     if resume is not None:
         chosen: str = "last"
         if resume.parent.name == CHECKPOINTS and not (resume / CONFIG).exists():
             resume, chosen = resume.parent.parent, resume.name
-        saved = read_config(resume, trust=True)  # only compared: what is built is `config`, the caller's word
-        if config.out not in (None, saved.out):
+        plan = _going_on(resume, chosen, lock)
+        if plan.saved is not None and config.out not in (None, plan.saved.out):
             raise UserError(
                 f"--out {config.out} and --resume {resume} contradict each other: a run goes on where it is. Leave --out out."
             )
-        return Plan(resume, saved, _checkpoint(resume, chosen))
+        return plan
     folder = Path(config.out).expanduser() if config.out else _default_folder(config, group)
-    if not folder.exists() or (folder.is_dir() and not _contents(folder)):
-        return Plan(folder, None, None)
+    if group.job is not None and (folder / CONFIG).is_file() and job_of(folder) == group.job:
+        return _going_on(folder, "last", lock)  # torchrun starts the same command again after a failure
+    if config.out and folder.exists():
+        check_free(folder)
+        _check_empty(folder)
+    return Plan(folder, named=bool(config.out))
+
+
+def _going_on(folder: Path, chosen: str, lock: RunLock) -> Plan:
+    """The plan for a run that is there already, all of it verified."""
+    if (folder / CONFIG).is_file():
+        lock.take(folder)
+    saved = read_config(folder, trust=True)  # only compared: what is built is the caller's configuration
+    checkpoint = _checkpoint(folder, chosen)
+    if checkpoint is not None:
+        check_config(folder, saved, checkpoint)
+        _check_state(checkpoint)
+        check_metrics(folder / METRICS, size=checkpoint.state["metrics_size"], sha256=checkpoint.state.get("metrics_sha256"))
+    return Plan(folder, saved, checkpoint)
+
+
+def _check_empty(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"--out {folder} is a file. Give a new or empty folder.")
-    if group.elastic and (folder / CONFIG).is_file():  # torchrun starts the same command again after a failure
-        return Plan(folder, read_config(folder, trust=True), _checkpoint(folder, "last"))
-    more = f", or continue the run in it: metanudge train --resume {shlex.quote(str(folder))}" if (folder / CONFIG).is_file() else ""
-    raise UserError(f"--out {folder} is not empty (it holds {_contents(folder)[0]}). Give a new or empty folder{more}.")
+    found = _contents(folder)
+    if found:
+        more = f", or continue the run in it: metanudge train --resume {shlex.quote(str(folder))}" if CONFIG in found else ""
+        raise UserError(f"--out {folder} is not empty (it holds {found[0]}). Give a new or empty folder{more}.")
 
 
 def _contents(folder: Path) -> list[str]:
     try:
-        return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".new-"))
+        return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".new-") and path.name != LOCK)
     except OSError as error:
         raise UserError(f"{folder} cannot be read ({error.strerror}). Give a folder of yours.") from error
 
 
 def _default_folder(config: TrainConfig, group: Group) -> Path:
     name = Path(config.data).expanduser().resolve().stem
-    if group.restarted:  # the first start chose a name; go on there
-        for folder in sorted(Path("runs").glob(f"{name}-*"), reverse=True):
-            if (folder / CONFIG).is_file() and not (folder / SUMMARY).exists():
+    if group.job is not None:  # an earlier start of this job may have chosen a name; go on there
+        for folder in Path("runs").glob(f"{glob.escape(name)}-*"):
+            if job_of(folder) == group.job:
                 return folder
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = Path("runs") / f"{name}-{stamp}"
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = Path("runs") / f"{name}-{stamp}-{number}"
-    return folder
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _checkpoint(folder: Path, name: str) -> Checkpoint | None:
@@ -95,20 +115,21 @@ def _checkpoint(folder: Path, name: str) -> Checkpoint | None:
         raise UserError(f"{error} Continue from it with: {command}") from error
 
 
-def check_unchanged(plan: Plan, config: TrainConfig) -> None:
-    """Refuse to go on with a run under another configuration than the one it was started with."""
-    assert plan.saved is not None
-    changed = dataclasses.replace(plan.saved, out=config.out).differences(config)
-    fixed = [name for name in changed if name not in MAY_CHANGE or (name == "iterations" and config.schedule == "cosine")]
-    if fixed:
-        detail = "; ".join(f"{flag(name)} was {changed[name][0]!r}, now {changed[name][1]!r}" for name in fixed)
-        raise UserError(
-            f"{plan.folder} was started with another configuration ({detail}), and would not be the same run any more. Leave these flags "
-            f"out to continue it, or start a new run with another --out. A resumed run may change {', '.join(map(flag, MAY_CHANGE))}."
-        )
-    done = plan.checkpoint.step if plan.checkpoint is not None else 0
-    if config.iterations < done:
-        raise UserError(f"--iterations {config.iterations}: {plan.folder} has already done {done} meta-steps. Give {done} or more.")
+# What the state of a run's checkpoint holds, as version 0.1 and all later ones wrote it.
+_STATE: dict[str, tuple[type, ...]] = {
+    "config": (dict,), "shapes": (dict,), "optimizer": (dict,), "lrs": (list,), "best": (dict, type(None)), "chunk": (int, type(None)),
+    "tuner": (dict, type(None)), "metrics_size": (int,),
+}  # fmt: skip
+
+
+def _check_state(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that is intact but was not written by a run."""
+    for name, kinds in _STATE.items():
+        if name not in checkpoint.state or type(checkpoint.state[name]) not in kinds:
+            raise UserError(
+                f"{checkpoint.folder} is not a run's checkpoint: {name} in its state is {reprlib.repr(checkpoint.state.get(name))}. "
+                "Resume from a folder that metanudge train wrote."
+            )
 
 
 def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None:
@@ -134,16 +155,21 @@ def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None
         raise UserError(str(error)) from error
 
 
-def claim(folder: Path, config: TrainConfig) -> None:
-    """Make the folder and write the configuration, which makes it a run."""
+def claim(plan: Plan, config: TrainConfig, lock: RunLock) -> Path:
+    """Make the folder and write the configuration, which makes it a run; returns the folder."""
+    folder = plan.folder
     _check_contents(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / CONFIG, config.to_json())
+        if plan.saved is None:
+            folder = _make_folder(plan)
+            lock.take(folder)
+            _check_empty(folder)  # another process may have come first
+        write_text(folder / CONFIG, dataclasses.replace(config, out=str(folder)).to_json())
     except OSError as error:
         raise UserError(
             f"{folder} cannot be written ({error.strerror}). Give a folder of yours on a disk with space left: --out FOLDER"
         ) from error
+    return folder
 
 
 def _check_contents(folder: Path) -> None:
@@ -156,3 +182,15 @@ def _check_contents(folder: Path) -> None:
             is_real_folder(folder / name)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written to ({error.strerror}).") from error
+
+
+def _make_folder(plan: Plan) -> Path:
+    for number in itertools.count(1):
+        folder = plan.folder if number == 1 else plan.folder.with_name(f"{plan.folder.name}-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=plan.named)
+            return folder
+        except FileExistsError:
+            if plan.named:
+                raise
+    raise AssertionError("unreachable")

@@ -14,8 +14,9 @@ from metanudge.training.config import Precision
 def computing_in(name: Precision, device: torch.device) -> Iterator[None]:
     """A context in which torch computes so."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    tf32 = name == "tf32" and device.type == "cuda"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
     try:
         # Without the cache of cast weights: inner steps overwrite parameters in place, and a cached copy would be stale.
         with torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False, enabled=name == "bf16"):

@@ -1,20 +1,23 @@
 """The folder of a run, and how a configuration becomes a data source and a learner.
 
-RUN/config.json        the configuration; `metanudge train --config` repeats it, `--resume RUN` continues it
+RUN/config.json        the configuration, with a seal; `metanudge train --config` repeats it, `--resume RUN` continues it
 RUN/metrics.jsonl      one line per meta-step; the same run gives the same bytes
 RUN/timing.jsonl       seconds and memory of the meta-steps: what differs from machine to machine
 RUN/checkpoints/       see `metanudge.training.checkpoint`
 RUN/summary.json       the result
 RUN/curve.png          the learning curve
+RUN/.lock              who writes to it, see `metanudge.training.lock`
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
+import shlex
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,13 +35,13 @@ from metanudge.tasks.omniglot_files import DownloadError
 from metanudge.tasks.standardise import Standardisation
 from metanudge.training import specs
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from metanudge.training.config import Device, TrainConfig, flag
+from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig, flag
 from metanudge.training.device import device_called
 from metanudge.training.errors import UserError
-from metanudge.training.files import read_text
 from metanudge.training.precision import computing_in
 from metanudge.training.specs import Shapes, convert, known, normal, show, split_options
 from metanudge.training.trust import check_trust
+from metanudge.training.upgrade import upgrade
 
 CONFIG, METRICS, TIMING, SUMMARY, CURVE, CHECKPOINTS = (
     "config.json", "metrics.jsonl", "timing.jsonl", "summary.json", "curve.png", "checkpoints",
@@ -130,8 +133,14 @@ def load(run: str | os.PathLike[str], *, checkpoint: str = "best", device: Devic
         raise UserError(f"{folder} holds no checkpoint yet. Continue it with: metanudge train --resume {folder}")
     if checkpoint == "best" and not any(entry.best for entry in entries):
         checkpoint = "last"
-    state = store.load(int(checkpoint) if checkpoint.isdigit() else checkpoint)
-    shapes = DataShapes.from_dict(state.state["shapes"])
+    state = store.load(int(checkpoint) if re.fullmatch("[0-9]{1,18}", checkpoint) else checkpoint)
+    check_config(folder, config, state)
+    try:
+        shapes = DataShapes.from_dict(state.state["shapes"])
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{state.folder} does not say what the data looked like ({error!r}). Give a folder that metanudge train wrote."
+        ) from error
     learner = build_learner(config, shapes)
     load_weights(learner, state)
     return Run(folder, config, learner, state, shapes)
@@ -144,10 +153,30 @@ def read_config(folder: Path, *, trust: bool = False, but: Collection[str] = ())
         raise UserError(f"There is no run {folder}. Give the folder that metanudge train wrote.")
     if not os.path.lexists(file):
         raise UserError(f"{folder} is not a run: it has no {CONFIG}. Give the folder that metanudge train wrote.")
-    config = TrainConfig.from_json(read_text(file), where=str(file))
+    try:
+        config = TrainConfig.read(file)
+    except ChangedError as changed:
+        with suppress(CheckpointError):
+            check_config(folder, changed.config, CheckpointStore(folder / CHECKPOINTS).load(), may_change=())
+        raise
     if not trust:
         check_trust(config, file, but=but)
     return config
+
+
+def check_config(folder: Path, config: TrainConfig, checkpoint: Checkpoint, *, may_change: Collection[str] = MAY_CHANGE) -> None:
+    """Refuse a configuration that is not the one its checkpoint was made with, by the settings that differ."""
+    copy, where = checkpoint.state.get("config"), f"{checkpoint.folder}: the configuration in its state"
+    if not isinstance(copy, dict):
+        return  # saved by a program that keeps its configuration elsewhere
+    copied = TrainConfig.from_dict(upgrade(copy, checkpoint.state.get("version"), where=where), where=where)
+    changed = {name: values for name, values in copied.differences(config).items() if name not in (*may_change, "out")}
+    if changed:
+        detail = "; ".join(f"{name} was {was!r}, now {now!r}" for name, (was, now) in changed.items())
+        raise UserError(
+            f"{folder / CONFIG} was changed after the run wrote it ({detail}), so the run is not what it says. Put back what was there; "
+            f"for a run with other settings: metanudge train --config {shlex.quote(str(folder / CONFIG))} with flags, and another --out."
+        )
 
 
 def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
@@ -265,7 +294,7 @@ def _folder_options(
     image_size: int | tuple[int, int] | Literal["auto"] | None = "auto",
     grey: bool | None = None,
     standardise: bool = False,
-    splits: tuple[float, ...] | dict[str, list[str]] = (),
+    splits: tuple[float, ...] | dict[str, list[str]] = (0.64, 0.16, 0.2),
     split_seed: int = 0,
     drop_small: bool = False,
 ) -> None:
@@ -278,7 +307,7 @@ def _csv_options(
     features: tuple[str, ...] | None = None,
     delimiter: str | None = None,
     standardise: bool = True,
-    splits: tuple[float, ...] | dict[str, list[str]] = (),
+    splits: tuple[float, ...] | dict[str, list[str]] = (0.64, 0.16, 0.2),
     split_seed: int = 0,
     drop_small: bool = False,
 ) -> None:
@@ -341,7 +370,10 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
     return dataclasses.replace(
         config,
         data=data,
-        data_options=_with_image_size(config, source),
+        ways=source.ways if source.kind == "classification" else None,
+        shots=source.shots,
+        queries=source.queries,
+        data_options=_all_options(dataclasses.replace(config, data_options=_with_image_size(config, source))),
         model=str(specs.parse_model(config.model, source)),
         solver=str(specs.parse_solver(config.solver, source.kind)),
         estimator=str(specs.parse_estimator(config.estimator)),
@@ -360,6 +392,14 @@ def _with_image_size(config: TrainConfig, source: Episodes) -> str:
     if given.get("grey", "none").lower() in ("none", "null"):
         given["grey"] = show(channels == 1)
     return ",".join(f"{key}={value}" for key, value in given.items())
+
+
+def _all_options(config: TrainConfig) -> str:
+    """Every data option that has a value: what a later version does by default changes no recorded run."""
+    _, declared, what = _source_factory(config.data)
+    given = convert(split_options(config.data_options, "--data-options"), declared, "--data-options", f"of {what}")
+    defaults = {n: p.default for n, p in inspect.signature(declared).parameters.items() if n not in _OWN_FLAGS}
+    return ",".join(f"{name}={show(value)}" for name, value in (defaults | given).items() if value is not None or name in given)
 
 
 def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from metanudge.tasks.images import is_picture
 from metanudge.training.clock import clock
 from metanudge.training.config import TrainConfig
 from metanudge.training.distributed import Group
-from metanudge.training.files import write_text
+from metanudge.training.environment import environment
+from metanudge.training.files import read_bytes, write_text
 from metanudge.training.metrics import read_metrics
 from metanudge.training.plots import learning_curve
 from metanudge.training.runs import CURVE, METRICS, SUMMARY, choose_device
+from metanudge.training.sealed import SEAL, is_intact, parse_json, seal
 from metanudge.training.stiffness import describe_stiffness, stiffness
 from metanudge.version import __version__
 
@@ -35,7 +38,8 @@ def facts(config: TrainConfig, source: Episodes, learner: MetaLearner, group: Gr
     device, own = choose_device(config), group.slice(config.tasks)
     engine, why = learner.choose_engine(source.batch(range(max(1, len(own)))))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    where = f"{name}, {config.dtype}" + (f", {config.precision}" if config.precision != "fp32" else "")
+    plain = config.precision == "fp32" or (config.precision == "tf32" and device.type == "cpu")
+    where = f"{name}, {config.dtype}" + ("" if plain else f", {config.precision}")
     return [
         ("data", f"{config.data}: {shape}; {config.tasks} tasks per meta-step"),
         ("inputs", describe_inputs(source)),
@@ -89,14 +93,14 @@ class Outcome:
     resumed: bool
 
 
-def write_summary(folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner, *, processes: int) -> None:
-    """Write summary.json and the learning curve."""
+def write_summary(
+    folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner, *, processes: int, note: Callable[[str], None]
+) -> None:
+    """Write summary.json, sealed, and the learning curve."""
     best = outcome.best
     summary = {
         "version": __version__,
-        "torch": torch.__version__,
-        "device": str(choose_device(config)),
-        "processes": processes,
+        **environment(choose_device(config), processes=processes),
         "parameters": _trainable(learner),
         **({"lam": stiffness(learner)} if learner.log_lam is not None else {}),
         "steps": outcome.step,
@@ -106,9 +110,23 @@ def write_summary(folder: Path, config: TrainConfig, outcome: Outcome, learner: 
         "test": outcome.test,
         "seconds": round(outcome.seconds, 3),
     }
-    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    write_text(folder / SUMMARY, seal(summary, indent=2))
     title = f"{Path(config.data).name} · {config.model.split(':')[0]} · {config.estimator}"
-    learning_curve(read_metrics(folder / METRICS), folder / CURVE, title=title, test=outcome.test)
+    learning_curve(read_metrics(folder / METRICS, note=note), folder / CURVE, title=title, test=outcome.test)
+
+
+def check_summary(folder: Path, note: Callable[[str], None]) -> None:
+    """Tell `note` where summary.json is not what a run wrote; that of version 0.1 has no seal."""
+    file = folder / SUMMARY
+    if not os.path.lexists(file):
+        return
+    try:
+        summary = parse_json(read_bytes(file))
+        sound = isinstance(summary, dict) and (is_intact(summary, indent=2) if SEAL in summary else "version" in summary)
+    except (OSError, ValueError):
+        sound = False
+    if not sound:
+        note(f"{file} was changed after the run wrote it: do not rely on its numbers. The end of this run writes it anew.")
 
 
 def result_table(folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner) -> Table:

@@ -100,6 +100,36 @@ def test_another_format_version_is_refused(tmp_path: Path) -> None:
     assert caught.value.alternative == "save-000002-step-2"
 
 
+SIZED = {"bytes": 1, "sha256": "0"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": None}, {"step": None}, {"files": []}, {"files": {"state.json": None}}, {"files": {"state.json": {}}},
+        {"files": {"state.json": SIZED | {"bytes": -1}}}, {"files": {"state.json": SIZED | {"bytes": "1"}}},
+        {"files": {"state.json": SIZED | {"sha256": 5}}}, {"step": "3"}, {"step": -3}, {"step": True}, {"step": 3.0}, {"step": [3]},
+    ],
+)  # fmt: skip
+def test_a_manifest_that_lacks_something_is_refused_although_its_seal_is_right(tmp_path: Path, changes: dict[str, Any]) -> None:
+    store = saved(tmp_path)
+    folder = store.load().folder
+    manifest = json.loads((folder / "manifest.json").read_bytes()) | changes
+    del manifest["sha256"]
+    (folder / "manifest.json").write_bytes(seal({key: value for key, value in manifest.items() if value is not None}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json does not say which step and files") as caught:
+        store.load()
+    assert caught.value.alternative == "save-000002-step-2"
+
+
+@pytest.mark.parametrize("document", [b"[" * 100_000, b'{"a":' * 100_000, b"5", b"[]", b'"sha256"', b'{"sha256": NaN}', b""])
+def test_a_manifest_that_is_no_manifest_is_refused(tmp_path: Path, document: bytes) -> None:
+    store = saved(tmp_path)
+    (store.load().folder / "manifest.json").write_bytes(document)
+    with pytest.raises(CheckpointError, match=r"manifest\.json does not match its own sha256"):
+        store.load()
+
+
 def test_strange_files_and_renamed_folders_are_refused(tmp_path: Path) -> None:
     store = saved(tmp_path)
     folder = store.load().folder
@@ -120,6 +150,8 @@ def test_strange_files_and_renamed_folders_are_refused(tmp_path: Path) -> None:
         ("model.safetensors", b'\x08\0\0\0\0\0\0\0{"a":1} ', "cannot be parsed"),
         ("model.safetensors", b"", "cannot be parsed"),
         ("state.json", b"{", "cannot be parsed"),
+        ("state.json", b"[" * 100_000, "cannot be parsed"),
+        ("model.safetensors", b"\x02\0\0\0\0\0\0\0[]", "cannot be parsed"),
         ("state.json", b'{"a": {"$tensor": "gone"}}', "does not describe a state"),
         ("state.json", b'{"a": {"$pickle": ""}}', "does not describe a state.*unknown kind of value"),
         ("state.json", b"[]", "does not describe a state"),

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from metanudge.training import output
 from metanudge.training.errors import EXIT_BAD_INPUT, UserError
 from metanudge_lab.bench.config import BenchConfig
 
@@ -90,4 +91,5 @@ def _text(default: object) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    output.prepare()
+    sys.exit(output.finish(main()))

@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from metanudge.training import output
 from metanudge.training.errors import EXIT_BAD_INPUT, UserError
 
 
@@ -59,4 +60,5 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    output.prepare()
+    sys.exit(output.finish(main()))

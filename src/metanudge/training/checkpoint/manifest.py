@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from metanudge.training import sealed
 from metanudge.training.checkpoint.errors import CheckpointError, damaged
 from metanudge.training.checkpoint.files import children, exists, read_file
 
@@ -16,10 +16,8 @@ MANIFEST = "manifest.json"
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """JSON that carries the sha256 of itself: the manifest vouches for all files, so it must vouch for itself too."""
-    body = json.dumps(document, indent=1)
-    sealed = {**document, "sha256": hashlib.sha256(body.encode()).hexdigest()}
-    return json.dumps(sealed, indent=1).encode() + b"\n"
+    """The bytes of a manifest: it vouches for all files, so it must vouch for itself too."""
+    return sealed.seal(document, indent=1).encode()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -29,11 +27,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(folder, "does not exist", "Check the path.")
     data = read_file(path)
     try:
-        manifest: dict[str, Any] = json.loads(data)
-        del manifest["sha256"]
+        manifest: dict[str, Any] = sealed.parse_json(data)
+        del manifest[sealed.SEAL]
         # Written again it must give the same bytes: this compares the checksum and everything it does not cover.
         intact = seal(manifest) == data
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise damaged(path, "does not match its own sha256")
@@ -43,7 +41,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"has format version {manifest.get('version')}, and this metanudge reads version {VERSION}",
             "Load it with the metanudge that wrote it, or a newer one.",
         )
+    if not _describes(manifest.get("files")) or not _is_count(manifest.get("step")):
+        raise damaged(path, "does not say which step and files it is of, as a manifest must")
     return manifest
+
+
+def _describes(files: Any) -> bool:
+    """Whether each file has a size and a sha256."""
+    return isinstance(files, dict) and all(
+        isinstance(file, dict) and _is_count(file.get("bytes")) and isinstance(file.get("sha256"), str) for file in files.values()
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def check_names(folder: Path, files: Mapping[str, Any]) -> None:

@@ -102,15 +102,18 @@ class CheckpointStore:
 
         Raises `CheckpointError` if any file of it is damaged, with an intact one to load instead as `.alternative`.
         """
-        entry = self._find(name)
-        try:
-            checkpoint = load(entry.folder)
-            if checkpoint.step != entry.step:
-                raise damaged(entry.folder, f"holds step {checkpoint.step}: it was renamed")
-        except CheckpointError as error:
-            error.alternative = self._intact(besides=entry)
-            raise
-        return checkpoint
+        while True:
+            entry = self._find(name)
+            try:
+                checkpoint = load(entry.folder)
+                if checkpoint.step != entry.step:
+                    raise damaged(entry.folder, f"holds step {checkpoint.step}: it was renamed")
+                return checkpoint
+            except CheckpointError as error:
+                if not os.path.lexists(entry.folder):
+                    continue  # a writer has removed it meanwhile, for which it is renamed first; there is a newer one
+                error.alternative = self._intact(besides=entry)
+                raise
 
     def list(self) -> tuple[Entry, ...]:
         """All checkpoints, oldest save first; names only, nothing is read or verified."""

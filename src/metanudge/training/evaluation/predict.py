@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from metanudge.engines.uninterrupted import uninterrupted
 from metanudge.learner import MetaLearner
 from metanudge.params import Params
 from metanudge.problem import Objective
@@ -43,7 +44,7 @@ class Predictor:
 
     def group(self, phi: Params, tasks: Sequence[Task], *, stacked: bool) -> list[tuple[Tensor, Tensor]]:
         """The same for tasks of equal shape; every tensor has a leading task axis."""
-        with torch.no_grad():
+        with uninterrupted(), torch.no_grad():
             if stacked and len(tasks) > 1 and not self._cannot_stack:
                 (stack,) = TaskBatch.of(tasks).stacks
                 try:
