@@ -1,4 +1,4 @@
-"""Every package that `make` installs is pinned: what both pyproject.toml name, what builds the package, and all that these need in turn."""
+"""Every package that `make` installs is pinned: what both pyproject.toml name, what builds the packages, and all that these need."""
 
 from __future__ import annotations
 

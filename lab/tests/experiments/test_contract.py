@@ -38,7 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 def test_every_file_with_an_experiment_is_listed() -> None:
     found = [import_module(f"metanudge_lab.experiments.{path.stem}") for path in SOURCE.glob("[a-z]*.py")]
     assert {module.EXPERIMENT.name for module in found if hasattr(module, "EXPERIMENT")} == set(available()) <= set(NAMES)
-    assert set(TINY) == set(available()), "tests/tiny_experiments.py has settings for every experiment"
+    assert set(TINY) == set(available()), "lab/tests/tiny_experiments.py has settings for every experiment"
 
 
 @pytest.mark.parametrize("name", available())

@@ -1,7 +1,7 @@
 """What an experiment is: one file that measures one figure or table of the paper, draws it, and judges the paper's claim from the rows.
 
 To add an experiment `some-name` (its place in the paper's order is already in `metanudge_lab.experiments.NAMES`), write
-`experiments/some_name.py` like this, and a line in `tests/tiny_experiments.py` with settings that take a second or two:
+`experiments/some_name.py` like this, and a line in `lab/tests/tiny_experiments.py` with settings that take a second or two:
 
     @dataclass(frozen=True)
     class Config:
