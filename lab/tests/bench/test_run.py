@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import metanudge
+import metanudge_lab
 from metanudge.training.errors import UserError
 from metanudge_lab.bench import tables
 from metanudge_lab.bench.config import BenchConfig
@@ -87,9 +90,10 @@ sys.exit(main(sys.argv[1:]) or main([*rounding, "--out", sys.argv[-1]]))
 def test_measuring_needs_torch_and_numpy_only(tmp_path: Path) -> None:
     arguments = ["--quick", "--case", "sinusoid", "--only", "fomaml", "loop-fomaml", "--repeats", "1", "--warmup", "1", "--no-first-step"]
     arguments += ["--device", "cpu", "--out"]
-    package = Path(__file__).parents[2] / "src"
+    paths = os.pathsep.join(str(Path(package.__file__).parents[1]) for package in (metanudge, metanudge_lab))
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"import sys; sys.path.insert(0, {str(package)!r})\n{PROGRAM}", *arguments, str(tmp_path)],
+        [sys.executable, "-W", "error", "-c", PROGRAM, *arguments, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=120,

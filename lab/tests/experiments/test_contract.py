@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import metanudge
 import metanudge_lab.experiments
 from metanudge_lab.experiments import NAMES, available, load, store
 from metanudge_lab.experiments.base import STATUSES, Result, json_safe, label
@@ -116,7 +117,7 @@ for name in available():
 
 
 def test_measuring_needs_torch_and_numpy_only() -> None:
-    paths = os.pathsep.join(str(path) for path in (SOURCE.parents[1], Path(__file__).parents[1]))
+    paths = os.pathsep.join(str(path) for path in (Path(metanudge.__file__).parents[1], SOURCE.parents[1], Path(__file__).parents[1]))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=240, check=False
     )

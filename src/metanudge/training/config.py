@@ -17,6 +17,7 @@ import tyro
 from metanudge.near import near
 from metanudge.training.errors import UserError
 from metanudge.training.files import read_text
+from metanudge.training.precision import Precision
 from metanudge.training.sealed import SEAL, is_intact, parse_json, seal
 from metanudge.training.trust import printable
 from metanudge.training.upgrade import upgrade
@@ -27,7 +28,6 @@ MAY_CHANGE = ("iterations", "test_tasks", "checkpoint_every", "device", "engine"
 
 Schedule = Literal["constant", "cosine"]
 Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["fp32", "tf32", "bf16"]
 Dtype = Literal["float32", "float64"]
 Engine = Literal["auto", "stacked", "inplace"]
 LearnLam = Literal["none", "scalar", "tensor", "parameter"]

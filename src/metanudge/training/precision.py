@@ -1,20 +1,24 @@
-"""Compute in a precision: float32 throughout, float32 with TF32 multiplications, or bfloat16 by autocast."""
+"""Compute in a precision: float32 throughout, float32 with TF32 multiplications (on CUDA devices), or bfloat16 by autocast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from metanudge.training.config import Precision
+Precision = Literal["fp32", "tf32", "bf16"]
 
 
 @contextmanager
 def computing_in(name: Precision, device: torch.device) -> Iterator[None]:
     """A context in which torch computes so."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    import torch  # here, because the names above are part of the flags, which need no torch
+
     tf32 = name == "tf32" and device.type == "cuda"
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from metanudge.training.config import Precision
+from metanudge.training.precision import Precision
 
 
 @dataclass(frozen=True)

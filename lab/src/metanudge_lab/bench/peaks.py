@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from metanudge.training.config import Precision
-from metanudge.training.precision import computing_in
+from metanudge.training.precision import Precision, computing_in
 from metanudge_lab.bench.timing import Times, timed
 
 
