@@ -1,0 +1,28 @@
+"""One file and one line add an experiment: the commands, their errors and the page know it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from metanudge.cli import main
+from metanudge_lab import experiments
+
+FILE = """
+from toy_experiment import toy
+EXPERIMENT = toy(name="added-here", title="Added for a test")
+"""
+
+
+def test_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "added_here.py").write_text(FILE, encoding="utf-8")
+    monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(tmp_path)])
+    monkeypatch.setattr(experiments, "NAMES", (*experiments.NAMES, "added-here"))
+    assert main(["reproduce"]) == 2
+    assert "Added for a test" in capsys.readouterr().out
+    assert main(["reproduce", "added-her"]) == 2
+    assert "Did you mean 'added-here'?" in capsys.readouterr().err
+    assert main(["reproduce", "added-here", "--quick", "--device", "cpu", "--out", str(tmp_path / "results")]) == 0
+    assert "y = 4 at x = 2" in capsys.readouterr().out
+    assert "Added for a test" in (tmp_path / "results" / "report.html").read_text(encoding="utf-8")
