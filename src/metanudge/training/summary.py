@@ -37,7 +37,8 @@ def facts(config: TrainConfig, source: Episodes, learner: MetaLearner, group: Gr
     )  # fmt: skip
     device, own = choose_device(config), group.slice(config.tasks)
     engine, why = learner.choose_engine(source.batch(range(max(1, len(own)))))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
     plain = config.precision == "fp32" or (config.precision == "tf32" and device.type == "cpu")
     where = f"{name}, {config.dtype}" + ("" if plain else f", {config.precision}")
     return [
