@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import metanudge as mn
 from metanudge.estimators import ESTIMATORS, Estimator
 from metanudge.problem import takes_model
+from metanudge.tuning import LADDER
 from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded, transformer
 
 SOLVER = mn.GradientDescent(lr=0.1, steps=2)
@@ -119,6 +120,17 @@ def gradient(
     return learner.meta_gradient(setup.tasks if tasks is None else tasks, seed=7, metrics=False, first=first)[0]
 
 
+def rounding(estimator: Estimator | None = None) -> float:
+    """How far apart, relatively, two orders of summation may leave a meta-gradient in float64; that of the default without an estimator.
+
+    Sums of a few hundred terms come out within 1e-12. A difference divides what rounding does to φ by ν: some ten operations in each of a
+    few steps are at most 16 ε, and λ‖φ − θ‖ is at most ten times as large as the meta-gradients of these problems.
+    """
+    nu = getattr(mn.FOBMAML() if estimator is None else estimator, "nu", None)
+    smallest = LADDER[-1] if nu == "auto" else nu
+    return 1e-12 + (0.0 if smallest is None else 160 * torch.finfo(torch.float64).eps / smallest)
+
+
 # ---------------------------------------------------------------------------------------------------- checks
 
 
@@ -149,7 +161,7 @@ def check_chunks(estimator: Estimator, setup: Setup, **options: Any) -> float:
     options = {"solver": ONE_STEP, **options}
     whole = gradient(setup, estimator, **options)
     errors = [relative_error(gradient(setup, estimator, chunk=chunk, **options), whole) for chunk in (1, 2, 3)]
-    assert max(errors) < 1e-12, f"chunks change the result by {max(errors):.1e}"
+    assert max(errors) < rounding(estimator), f"chunks change the result by {max(errors):.1e}"
     return max(errors)
 
 
@@ -171,7 +183,7 @@ def check_ragged(estimator: Estimator, setup: Setup, engine: str, **options: Any
     together = gradient(setup, estimator, engine, batch, **options)
     alone = [gradient(setup, estimator, engine, task, first=place, **options) for place, task in enumerate(batch)]
     error = relative_error(together, mean(alone))
-    assert error < 1e-12, f"a ragged batch is {error:.1e} off the mean of its tasks"
+    assert error < rounding(estimator), f"a ragged batch is {error:.1e} off the mean of its tasks"
     return error
 
 
@@ -182,7 +194,7 @@ def check_permutation(estimator: Estimator, setup: Setup, engine: str, **options
     order = [len(batch) - 1, *range(len(batch) - 1)]
     permuted = mn.TaskBatch.of([batch[i] for i in order])
     error = relative_error(gradient(setup, estimator, engine, permuted, **options), gradient(setup, estimator, engine, batch, **options))
-    assert error < 1e-12, f"another order changes the result by {error:.1e}"
+    assert error < rounding(estimator), f"another order changes the result by {error:.1e}"
     return error
 
 

@@ -21,7 +21,9 @@ _seed: int | None = None
 def start(seed: int) -> None:
     """From now on, until the process ends."""
     global _seed
-    _seed = seed
+    started, _seed = _seed is not None, seed
+    if started:  # by the environment: a process of a process
+        return
     os.environ[VARIABLE] = str(seed)
     for name in ("uniform_", "normal_"):
         setattr(Tensor, name, _drawing(getattr(Tensor, name)))

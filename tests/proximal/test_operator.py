@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import metanudge as mn
-from conformance import check_chunks, check_engines_agree, check_pure, estimators, gradient, learner_for, name, small
+from conformance import check_chunks, check_engines_agree, check_pure, estimators, gradient, learner_for, name, rounding, small
 from implicit import implicit
 from problems import Setup, quadratic, relative_error, vector
 
@@ -50,7 +50,7 @@ def test_a_diagonal_operator_is_a_stiffness_per_parameter(estimator):
     expected = gradient(setup, estimator, lam=lam, solver=SHORT)
     for engine in estimator.engines:
         estimate = gradient(setup, estimator, engine, lam=lambda v: {n: lam[n] * leaf for n, leaf in v.items()}, solver=SHORT)
-        assert relative_error(estimate, expected) < 1e-12
+        assert relative_error(estimate, expected) < rounding(estimator)
 
 
 @pytest.mark.parametrize("solver", [mn.NewtonCG(tol=1e-12), mn.LBFGS(tol=1e-12)], ids=lambda s: type(s).__name__)
