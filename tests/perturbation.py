@@ -21,12 +21,11 @@ _seed: int | None = None
 def start(seed: int) -> None:
     """From now on, until the process ends."""
     global _seed
-    started, _seed = _seed is not None, seed
-    if started:  # by the environment: a process of a process
-        return
+    _seed = seed
     os.environ[VARIABLE] = str(seed)
     for name in ("uniform_", "normal_"):
-        setattr(Tensor, name, _drawing(getattr(Tensor, name)))
+        # Torch's own, whatever is there now: a process that another one has started may begin twice.
+        setattr(Tensor, name, _drawing(getattr(torch._C.TensorBase, name)))
 
 
 def perturbed(x: Tensor) -> Tensor:
