@@ -19,7 +19,7 @@ from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, TWENTY_WAY, make_trial, watched
-from metanudge_lab.experiments.spread import Mean
+from metanudge_lab.experiments.spread import Mean, paired
 
 MORE_STEPS = 16  # with which the published iMAML adapts
 SHIFTED = f"{m.GRADIENT}, shifted start, ν = 0.5"
@@ -208,6 +208,14 @@ def final(result: Result[Config], setting: str, method: str, iterations: int, ki
     return Mean.of(values) if len(values) > 1 else Mean(values[0], 100 * result.values("ci95", **where)[0])
 
 
+def paired_by_seed(result: Result[Config], setting: str, one: str, other: str, iterations: int) -> Mean:
+    """By how many points one method is ahead of another at the end, with the seeds that both have: they fix weights and tasks."""
+    where = {"kind": "test", "setting": setting, "iterations": iterations, "iteration": iterations}
+    ones, others = ({row["seed"]: row["accuracy"] for row in result.rows(method=method, **where)} for method in (one, other))
+    seeds = [seed for seed, accuracy in ones.items() if accuracy is not None and others.get(seed) is not None]
+    return paired([100 * ones[seed] for seed in seeds], [100 * others[seed] for seed in seeds])
+
+
 def lengths(result: Result[Config], setting: str, method: str) -> list[int]:
     """Meta-steps of the runs there are, the shortest first."""
     return sorted({int(row["iterations"] or 0) for row in result.rows(kind="test", setting=setting, method=method)})
@@ -291,10 +299,13 @@ def judge(result: Result[Config]) -> Verdict:
         if found and same is not None:
             parts += 1
             best = max(found, key=lambda method: found[method].mean)
-            if not same.mean + _half(same) >= found[best].mean - _half(found[best]):
+            ahead = paired_by_seed(result, setting, best, m.LOSS, last)
+            if ahead.mean - _half(ahead) > 0:
                 more = [final(result, setting, method, last, kind="more steps") for method in (m.LOSS, best)]
                 both = " against ".join(_plain(one) for one in more if one is not None)
-                text = f"{setting}: below our iMAML with as many meta-steps ({_plain(same)} against {_plain(found[best])} %)"
+                apart = f"{ahead.mean:.2f}" if math.isnan(ahead.ci95) else f"{ahead.mean:.2f} ± {ahead.ci95:.2f}"
+                means = f"{_plain(same)} against {_plain(found[best])} %, {apart} points apart, paired by seed"
+                text = f"{setting}: below our iMAML with as many meta-steps ({means})"
                 wrong.append(f"{text}; where adaptation takes {MORE_STEPS} steps instead of {m.STEPS}, {both} %" if both else text)
         if result.config.long:
             parts += 1

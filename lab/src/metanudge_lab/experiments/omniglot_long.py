@@ -173,8 +173,11 @@ def _runs(result: Result[Config]) -> list[tuple[str, str, int]]:
 
 def draw(result: Result[Config]) -> list[Drawing]:
     """Errors against meta-steps, and of the trained learners against the number of steps they adapt with."""
+    runs = _runs(result)
+    if not runs:
+        return []
     figure, axes = style.figure(2, width=11.5, height=4.2)
-    for setting, method, iterations in _runs(result):
+    for setting, method, iterations in runs:
         look = style.line(method) | {"label": method if setting == FIVE_WAY[0] else f"{method}, {setting}"}
         where = {"setting": setting, "method": method, "iterations": iterations}
         curve = [(k, result.values("accuracy", kind="curve", iteration=k, **where)) for k in watched(iterations)]
