@@ -182,7 +182,9 @@ def test_the_verdict_on_omniglot_follows_the_rows() -> None:
     assert "98.00 ± 0.10 %, where 99.16 ± 0.35 is published for iMAML" in reason
     for rivals in ({}, {"imaml": 0.2, "damped": 0.98}):
         reason = omniglot_verdict(0.97, 0.991, **rivals)[1]
-        assert "below our iMAML with as many meta-steps (97.00 ± 0.10 against 98.00 ± 0.10 %, 1.00 points apart, paired by seed)" in reason
+        assert (
+            "below our iMAML with as many meta-steps (97.00 ± 0.10 against 98.00 ± 0.10 %, 1.00 points apart, paired by seed)" in reason
+        )
         assert "16 steps instead of 5, 67.00 ± 0.10 against 68.00 ± 0.10 %" in reason
     assert "longer training does not help" in omniglot_verdict(0.992, 0.991)[1]
     assert omniglot_verdict(0.92, 0.91, imaml=0.99)[0] == "not"

@@ -172,10 +172,10 @@ def _runs(result: Result[Config]) -> list[tuple[str, str, int]]:
 
 
 def draw(result: Result[Config]) -> list[Drawing]:
-    """Errors against meta-steps, and of the trained learners against the number of steps they adapt with."""
+    """The search for inner rates; errors against meta-steps, and against the number of steps that trained learners adapt with."""
     runs = _runs(result)
     if not runs:
-        return []
+        return [_draw_rates(result)]
     figure, axes = style.figure(2, width=11.5, height=4.2)
     for setting, method, iterations in runs:
         look = style.line(method) | {"label": method if setting == FIVE_WAY[0] else f"{method}, {setting}"}
@@ -190,7 +190,24 @@ def draw(result: Result[Config]) -> list[Drawing]:
     axes[1].set(xscale="log", yscale="log", xlabel=f"steps of adaptation (trained with {m.STEPS})")
     style.legend(axes[1])
     alt = "Errors on Omniglot test tasks against meta-steps, and against the number of steps of adaptation."
-    return [Drawing(figure, alt=f"{alt} {_measured(result)}")]
+    return [Drawing(figure, alt=f"{alt} {_measured(result)}"), _draw_rates(result)]
+
+
+def _draw_rates(result: Result[Config]) -> Drawing:
+    """Validation accuracy after the first round of the search against the inner rate, with the best meta-rate for each."""
+    figure, axes = style.figure(1, width=6.4, height=3.6)
+    texts = []
+    for row in result.rows(kind="chosen"):
+        tried = result.rows(kind="tried", setting=row["setting"], method=row["method"], iteration=result.config.tuning[0])
+        rates = sorted({one["inner"] for one in tried})
+        best = [max(one["accuracy"] for one in tried if one["inner"] == rate) for rate in rates]
+        axes.plot(rates, [100 * value for value in best], **style.line(row["method"]) | {"label": f"{row['method']}, {row['setting']}"})
+        texts.append(f"{row['method']}, {row['setting']}: {row['inner']:g}")
+    axes.set(xscale="log", xlabel="inner learning rate", ylabel=f"validation accuracy after {result.config.tuning[0]} meta-steps, %")
+    if texts:
+        style.legend(axes)
+    alt = "Validation accuracy against the inner learning rate, short runs. Chosen after longer ones: "
+    return Drawing(figure, alt=f"{alt}{'; '.join(texts)}.", suffix="rates")
 
 
 def table(result: Result[Config]) -> Table:
