@@ -178,7 +178,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
         return [_draw_rates(result)]
     figure, axes = style.figure(2, width=11.5, height=4.2)
     for setting, method, iterations in runs:
-        look = style.line(method) | {"label": method if setting == FIVE_WAY[0] else f"{method}, {setting}"}
+        look = _look(method, setting)
         where = {"setting": setting, "method": method, "iterations": iterations}
         curve = [(k, result.values("accuracy", kind="curve", iteration=k, **where)) for k in watched(iterations)]
         at = [(k, 100 - 100 * sum(found) / len(found)) for k, found in curve if found]
@@ -195,19 +195,27 @@ def draw(result: Result[Config]) -> list[Drawing]:
 
 def _draw_rates(result: Result[Config]) -> Drawing:
     """Validation accuracy after the first round of the search against the inner rate, with the best meta-rate for each."""
-    figure, axes = style.figure(1, width=6.4, height=3.6)
+    figure, axes = style.figure(1, width=9.0, height=3.8)
     texts = []
     for row in result.rows(kind="chosen"):
         tried = result.rows(kind="tried", setting=row["setting"], method=row["method"], iteration=result.config.tuning[0])
         rates = sorted({one["inner"] for one in tried})
         best = [max(one["accuracy"] for one in tried if one["inner"] == rate) for rate in rates]
-        axes.plot(rates, [100 * value for value in best], **style.line(row["method"]) | {"label": f"{row['method']}, {row['setting']}"})
+        axes.plot(rates, [100 * value for value in best], **_look(str(row["method"]), str(row["setting"])))
         texts.append(f"{row['method']}, {row['setting']}: {row['inner']:g}")
-    axes.set(xscale="log", xlabel="inner learning rate", ylabel=f"validation accuracy after {result.config.tuning[0]} meta-steps, %")
+    axes.set_xscale("log")
+    axes.set_xticks(result.config.inner_rates, [f"{rate:g}" for rate in result.config.inner_rates])
+    axes.minorticks_off()
+    axes.set(xlabel="inner learning rate", ylabel=f"validation accuracy after {result.config.tuning[0]} meta-steps, %")
     if texts:
         style.legend(axes)
     alt = "Validation accuracy against the inner learning rate, short runs. Chosen after longer ones: "
     return Drawing(figure, alt=f"{alt}{'; '.join(texts)}.", suffix="rates")
+
+
+def _look(method: str, setting: str) -> dict[str, Any]:
+    dotted = {"linestyle": (0, (1, 1)), "fillstyle": "none"} if method == AUTOMATIC else {}
+    return style.line(method) | dotted | {"label": method if setting == FIVE_WAY[0] else f"{method}, {setting}"}
 
 
 def table(result: Result[Config]) -> Table:
