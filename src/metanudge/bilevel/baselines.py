@@ -23,7 +23,7 @@ def direct(problem: Bilevel, solver: Solver, estimator: FOMAML) -> Estimate:
 def unrolled(problem: Bilevel, solver: Solver, estimator: MAML) -> Estimate:
     """d f(x, φ_K(x)) / dx, backwards through the solver's steps (the last `truncate` of them)."""
     assert isinstance(solver, LinearSolver)
-    differentiated = estimator.unrolled(solver)
+    differentiated = estimator.graphs(solver)
     oracle = NudgedInner(problem)
     trace = Trace(oracle)
     x = {n: t.detach().requires_grad_() for n, t in problem.x.items()}

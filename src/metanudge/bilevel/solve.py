@@ -125,7 +125,7 @@ def hypergradient(
         inner=float(solved.inner.value),
         residual=size(solved.inner.by_phi),
         steps=int(solved.solution.steps),
-        nu=getattr(estimator, "nu", None),
+        nu=estimator.nu if isinstance(estimator, FOBMAML) and isinstance(estimator.nu, float) else None,
         error=estimate.error,
         linear_residual=estimate.linear_residual,
         inner_gradients=evaluations.inner_gradients,
@@ -162,7 +162,7 @@ def choose(problem: Bilevel, solver: Solver | None, estimator: Estimator | None)
         solver = LBFGS(tol=1e-5) if single else LBFGS()
     if estimator is None:
         estimator = FOBMAML(start="solution")
-    if isinstance(estimator, FOBMAML) and estimator.nu == "auto":
+    if isinstance(estimator, FOBMAML) and estimator.automatic:
         estimator = replace(estimator, nu=1e-2 if single else 1e-3)
     _check_solver(solver, problem.strong_convexity)
     _check_estimator(estimator)

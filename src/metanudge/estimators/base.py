@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,30 +14,43 @@ from torch import Tensor
 from metanudge.engines import Cost, Engine, Inner, Measured
 from metanudge.engines.capture import Captures
 from metanudge.params import Flat, Params
-from metanudge.problem import Problem
+from metanudge.problem import Problem, TwoLevels
 from metanudge.proximal import Diagonal
 from metanudge.solvers import stability_advice
 from metanudge.solvers.base import LinearSolver, Solution, Solver
 from metanudge.task import TaskBatch
 
 
-class Estimator(Protocol):
-    """How to differentiate: turns solves of the inner problem into a meta-gradient."""
+class Estimator(ABC):
+    """How to differentiate: turns solves of the inner problem into a meta-gradient, for models with tasks and any bilevel problem alike.
+
+    Attributes:
+        repeats_itself: whether every call launches the same kernels and never waits for the device.
+    """
+
+    repeats_itself = False
 
     @property
     def engines(self) -> tuple[str, ...]:
         """Names of the engines it runs on."""
+        return ("stacked", "inplace")
 
     @property
     def width(self) -> int:
         """How many inner problems of one task it solves side by side where the engine can."""
+        return 1
 
-    def check(self, solver: Solver) -> None:
+    def graphs(self, solver: Solver) -> int:
+        """How many support gradients it holds with the graphs that made them: none where first derivatives are enough."""
+        return 0
+
+    def check(self, solver: Solver) -> None:  # noqa: B027 (most work with any)
         """Raise where the estimator cannot work with this solver."""
 
-    def check_problem(self, problem: Problem) -> None:
+    def check_problem(self, problem: TwoLevels) -> None:  # noqa: B027 (most work with any)
         """Raise where the estimator cannot learn what this problem wants learned (a stiffness, shared layers), or not with its term."""
 
+    @abstractmethod
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the meta-gradient of a group of tasks to `total`, divided by the number of tasks of the whole batch."""
 
@@ -121,7 +134,7 @@ class _Check:
 class MetaGradient:
     """A meta-gradient being summed up over groups of tasks, with what is known about the solves."""
 
-    def __init__(self, problem: Problem, num_tasks: int, *, metrics: bool, seed: int = 0) -> None:
+    def __init__(self, problem: TwoLevels, num_tasks: int, *, metrics: bool, seed: int = 0) -> None:
         self.gradient = problem.zero_gradient()
         self.num_tasks = num_tasks
         self.metrics = metrics
@@ -158,11 +171,22 @@ class MetaGradient:
         self._mean("residual", solution.residual, share / nudges)
         self._mean("delta", solution.delta, share / nudges)
 
-    def record_error(self, solution: Solution, weights: list[float], stiffness: float | Tensor) -> None:
-        """Note the part of the difference's error that unconverged solves may cause: Σ_j |c_j| λ δ_j."""
-        by_nudge = solution.delta.unflatten(0, (len(weights), -1)).sum(1)
-        bound = stiffness * _combined(by_nudge, [abs(w) for w in weights])
-        self._mean("error", bound.reshape(1), 1.0)
+    def record_solution(self, inner: Inner, solution: Solution, *, share: float = 1.0) -> None:
+        """Note the un-nudged solve, and what it did to the query loss."""
+        self.record(inner, solution, share=share)
+        inner.settle(solution)
+        if self.metrics:
+            self.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks)
+
+    def record_error(self, forces: Tensor, weights: list[float]) -> None:
+        """Note the part of the difference's error that unconverged solves may cause: Σ_j |c_j| λ δ_j, with `forces` λ δ of each row."""
+        by_nudge = forces.unflatten(0, (len(weights), -1)).sum(1)
+        self._mean("error", _combined(by_nudge, [abs(w) for w in weights]).reshape(1), 1.0)
+
+    @property
+    def error(self) -> Tensor | None:
+        """What `record_error` has summed up; None where there was no difference."""
+        return self._sums.get("error")
 
     def record_query(self, before: Measured | None, after: Measured | None, *, tasks: int, share: float = 1.0) -> None:
         """Note query loss and accuracy before and after adaptation."""
@@ -292,10 +316,6 @@ def meta_gradient(
     task to task follow the place. With `captures` a meta-step that repeats itself on a CUDA device is recorded and replayed.
     """
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
-    if getattr(estimator, "nu", None) == "auto":
-        from metanudge.tuning import NuTuner
-
-        estimator = NuTuner(share=1.0).settled(estimator, problem, tasks, solver=solver, engine=engine, seed=seed, first=first)
     cost = Cost()
 
     def compute(tasks: TaskBatch) -> tuple[MetaGradient, Cost]:
@@ -328,7 +348,7 @@ def _repeats_itself(problem: Problem, solver: Solver, estimator: Estimator, engi
     """Whether every meta-step launches the same kernels and never waits for the device."""
     steady = isinstance(solver, LinearSolver) and solver.tol is None and solver.batch_size is None
     steady = steady and isinstance(problem.proximal, Diagonal)  # an operator or a regulariser may do anything
-    return steady and problem.device.type == "cuda" and engine.name == "stacked" and getattr(estimator, "repeats_itself", False)
+    return steady and problem.device.type == "cuda" and engine.name == "stacked" and estimator.repeats_itself
 
 
 def _addresses(problem: Problem) -> Hashable:
@@ -347,7 +367,7 @@ def _precision(device: torch.device) -> Hashable:
     return autocast, torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
-def refuse_stiffness(estimator: Estimator, problem: Problem, why: str) -> None:
+def refuse_stiffness(estimator: Estimator, problem: TwoLevels, why: str) -> None:
     """Raise where λ is to be learned."""
     if problem.proximal.learned:
         raise ValueError(
@@ -356,7 +376,7 @@ def refuse_stiffness(estimator: Estimator, problem: Problem, why: str) -> None:
         )
 
 
-def refuse_shared(estimator: Estimator, problem: Problem, why: str) -> None:
+def refuse_shared(estimator: Estimator, problem: TwoLevels, why: str) -> None:
     """Raise where some layers are shared."""
     if problem.shared:
         names = list(problem.shared)
@@ -372,7 +392,5 @@ def solve_plainly(inner: Inner, solver: Solver, total: MetaGradient) -> Solution
     if total.metrics:
         total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
     solution = inner.solve(solver)
-    total.record(inner, solution)
-    if total.metrics:
-        total.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks)
+    total.record_solution(inner, solution)
     return solution
