@@ -90,7 +90,7 @@ class FOBMAML(Estimator):
         solution = inner.solve(solver)
         if total is not None:
             total.record_solution(inner, solution)
-        force = nudging_force(total, inner, solution.displacement, self.nudge) if with_force else None
+        force = nudging_force(total, inner, solution.displacement, direct=self.nudge == "gradient") if with_force else None
         return Base(True, solution, force)
 
     def displaced(self, inner: Inner, solver: Solver, nus: Sequence[float], base: Base) -> Iterator[Displaced]:

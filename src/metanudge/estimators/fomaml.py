@@ -27,4 +27,6 @@ class FOMAML(Estimator):
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the query gradients at the solutions of a group of tasks."""
         solution = solve_plainly(inner, solver, total)
-        total.add(query_gradient(total, inner, solution.displacement), 1.0)
+        g = query_gradient(total, inner, solution.displacement)
+        if inner.problem.learns_theta:
+            total.add(g, 1.0)

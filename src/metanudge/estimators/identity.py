@@ -15,7 +15,7 @@ from torch import Tensor
 from metanudge.engines import Inner
 from metanudge.estimators.base import MetaGradient
 from metanudge.params import Flat, Params, norm
-from metanudge.problem import Nudge, TwoLevels
+from metanudge.problem import TwoLevels
 from metanudge.proximal import Custom, Diagonal, Matrix
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
@@ -72,9 +72,9 @@ def query_gradient(total: MetaGradient, inner: Inner, d: Params) -> Params:
     return g
 
 
-def nudging_force(total: MetaGradient | None, inner: Inner, d: Params, nudge: Nudge) -> Params:
-    """∇f(φ_0), of which `total` takes note; the gradient nudge takes the direct term of shared layers from the same evaluation."""
-    if nudge == "gradient" and total is not None:
+def nudging_force(total: MetaGradient | None, inner: Inner, d: Params, *, direct: bool) -> Params:
+    """∇f(φ_0), of which `total` takes note; with `direct` it gets the direct term of shared layers from the same evaluation."""
+    if direct and total is not None:
         return query_gradient(total, inner, d)
     force = inner.query_gradient(d)
     if total is not None:

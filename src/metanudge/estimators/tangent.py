@@ -29,11 +29,12 @@ def add_tangent(
     d, tangent = inner.zeros(inner.tasks), inner.zeros(inner.tasks)
     force: Params | None = None
     once = nudge == "loss" and start == "theta"
+    direct_at_end = nudge == "loss" or inner.reports_solution  # f is evaluated there anyway, or has to be
     if not once:
         solution = inner.solve(solver)
         total.record(inner, solution)
         if nudge == "gradient" or start == "shifted":
-            force = nudging_force(total, inner, solution.displacement, nudge)
+            force = nudging_force(total, inner, solution.displacement, direct=not direct_at_end)
         if start == "solution":
             d = solution.displacement
         elif start == "shifted":
@@ -42,7 +43,7 @@ def add_tangent(
     solution, tangent = _follow(inner, solver, d, tangent, force if nudge == "gradient" else None)
     total.record_solution(inner, solution, share=1.0 if once else 0.0)
     total.check(inner.places, "tangent", norm(tangent))
-    if nudge == "loss" and inner.problem.shared:
+    if direct_at_end and inner.problem.shared:
         query_gradient(total, inner, solution.displacement)
     add_response(total, inner, solution.displacement, tangent, 1.0, scale=scale)
 
