@@ -54,6 +54,7 @@ class BilevelInner(Inner):
         super().__init__(problem, [0], cost)
         self.linear_residual: float | None = None
         self.depends_on_x = False
+        self._settled: Params | None = None
         self._seen: list[tuple[Level, Params, Point]] = []
 
     # ------------------------------------------------------------------------------------------------ solves
@@ -78,7 +79,7 @@ class BilevelInner(Inner):
     def settle(self, solution: Solution) -> None:
         """The solution to be reported."""
         _check_finite(solution)
-        self.solution = solution
+        self.solution, self._settled = solution, solution.displacement
 
     def judge(self, solve: LinearSolve) -> None:
         """Without curvature along ∂_φ f there is no implicit gradient."""
@@ -133,8 +134,7 @@ class BilevelInner(Inner):
         return point
 
     def _forget(self) -> None:
-        kept = getattr(self, "solution", None)
-        self._seen = [seen for seen in self._seen if kept is not None and seen[1] is kept.displacement]
+        self._seen = [seen for seen in self._seen if seen[1] is self._settled]
 
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
         """∂_φ f, and ∂_x f with it."""

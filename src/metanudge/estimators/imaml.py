@@ -51,12 +51,11 @@ class IMAML(Estimator):
         """Add λ (∇²f̂ + λ)⁻¹ ∇f of a group of tasks."""
         d = solve_plainly(inner, solver, total).displacement
         q = query_gradient(total, inner, d)
-        proximal, theta = inner.problem.proximal, inner.theta
+        oracle = inner.oracle([0.0], None, None, None)
 
         def matvec(v: Params) -> Params:
-            _, _, hv = inner.data_hvp(d, v, None, 0, None)
-            bent = proximal.add_curvature(hv, d, v, theta)
-            return {n: leaf + self.damping * v[n] for n, leaf in bent.items()} if self.damping else bent
+            hv = oracle.hvp(d, v)
+            return {n: leaf + self.damping * v[n] for n, leaf in hv.items()} if self.damping else hv
 
         solve = conjugate_gradient(matvec, q, steps=self.cg_steps, tol=self.tol)
         total.check(inner.places, "residual of the conjugate gradient after the query gradient", solve.residual)

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from metanudge.params import Params
 from metanudge.problem import TwoLevels
 from metanudge.proximal import Diagonal
-from metanudge.solvers.base import LinearSolver, Solver
+from metanudge.solvers.base import LinearSolver, Solver, unroll
 
 
 def response(solver: LinearSolver, lam: Tensor, strong_convexity: float | Tensor) -> Tensor:
@@ -23,11 +22,8 @@ def response(solver: LinearSolver, lam: Tensor, strong_convexity: float | Tensor
         >>> round(float(response(GradientDescent(lr=0.01, steps=5), torch.tensor(2.0), 2.0)), 4)
         0.0961
     """
-    d: Params = {"d": torch.zeros_like(lam)}
-    memory = solver.memory(d)
-    for _ in range(solver.steps):
-        d, memory = solver.update(d, {"d": lam * d["d"] + 1}, memory, strong_convexity=strong_convexity, inplace=False)
-    return -lam * solver.result(d, memory)["d"]
+    start = {"d": torch.zeros_like(lam)}
+    return -lam * unroll(solver, start, lambda d, _: {"d": lam * d["d"] + 1}, strong_convexity=strong_convexity, last=0)["d"]
 
 
 def unshrunk(solver: Solver, problem: TwoLevels) -> Mapping[str, Tensor]:
