@@ -81,6 +81,11 @@ class BilevelInner(Inner):
         _check_finite(solution)
         self.solution, self._settled = solution, solution.displacement
 
+    @property
+    def settled(self) -> bool:
+        """Whether there is one."""
+        return self._settled is not None
+
     def judge(self, solve: LinearSolve) -> None:
         """Without curvature along ∂_φ f there is no implicit gradient."""
         if bool(solve.indefinite) and float(norm(solve.x)) == 0:

@@ -141,6 +141,8 @@ def differentiate(problem: Bilevel, solver: Solver, estimator: Estimator) -> tup
     with at_work(problem):
         inner, total = BilevelInner(problem, Cost()), MetaGradient(problem, 1, metrics=False)
         estimator.accumulate(inner, solver, total)
+        if not inner.settled:
+            inner.settle(inner.solve(solver))
         inner.at("inner", inner.solution.displacement)
         inner.at("outer", inner.solution.displacement)
     if not inner.depends_on_x:
