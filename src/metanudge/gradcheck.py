@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from metanudge.engines import Cost, StackedEngine
 from metanudge.estimators import FOBMAML, FOMAML, IMAML, MAML, Estimator, Exact, Reptile, Stats, meta_gradient
-from metanudge.estimators.base import advice_on
+from metanudge.estimators.run import advice_on
 from metanudge.learner import MetaLearner, Tasks
 from metanudge.problem import Objective, Problem
 from metanudge.solvers import NewtonCG, Solver

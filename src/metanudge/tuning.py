@@ -33,9 +33,10 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Cost, Engine, Inner
-from metanudge.estimators.base import Estimator, check
+from metanudge.estimators.base import Estimator
 from metanudge.estimators.fobmaml import FOBMAML
 from metanudge.estimators.identity import centre_shift
+from metanudge.estimators.run import check
 from metanudge.estimators.stencils import STENCILS
 from metanudge.params import Params, norm
 from metanudge.problem import Problem, TwoLevels

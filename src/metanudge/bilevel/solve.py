@@ -17,7 +17,7 @@ from metanudge.bilevel.tree import Tree
 from metanudge.engines import Cost
 from metanudge.engines.uninterrupted import uninterrupted
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, NonFiniteError
-from metanudge.estimators.base import MetaGradient
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import norm
 from metanudge.solvers import LBFGS, Nesterov, Solver
 from metanudge.solvers.base import check_positive

@@ -8,7 +8,8 @@ import torch
 
 from metanudge.engines import Inner
 from metanudge.engines.randomness import mix
-from metanudge.estimators.base import Estimator, MetaGradient, refuse_shared, refuse_stiffness, solve_plainly
+from metanudge.estimators.base import Estimator, refuse_shared, refuse_stiffness, solve_plainly
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive

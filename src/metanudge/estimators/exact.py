@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import Estimator, MetaGradient, solve_plainly
+from metanudge.estimators.base import Estimator, solve_plainly
 from metanudge.estimators.identity import add_response, query_gradient
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, flatten, unflatten, zeros_like
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import Solver, check_count

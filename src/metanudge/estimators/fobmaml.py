@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import Estimator, MetaGradient
+from metanudge.estimators.base import Estimator
 from metanudge.estimators.identity import add_partials, centre_shift, check_shifted, nudging_force
 from metanudge.estimators.shrinkage import check_unshrink, unshrunk
 from metanudge.estimators.stencils import STENCILS, StartName, StencilName
 from metanudge.estimators.tangent import add_tangent
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, tiled
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Solution, Solver, check_positive

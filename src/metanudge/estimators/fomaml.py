@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import Estimator, MetaGradient, refuse_stiffness, solve_plainly
+from metanudge.estimators.base import Estimator, refuse_stiffness, solve_plainly
 from metanudge.estimators.identity import query_gradient
+from metanudge.estimators.total import MetaGradient
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solver
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import MetaGradient
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Flat, Params, norm
 from metanudge.problem import TwoLevels
 from metanudge.proximal import Custom, Diagonal, Matrix

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import Estimator, MetaGradient, solve_plainly
+from metanudge.estimators.base import Estimator, solve_plainly
 from metanudge.estimators.identity import add_response, query_gradient
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params
 from metanudge.solvers.base import Solver, check_count
 from metanudge.solvers.conjugate_gradient import conjugate_gradient

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import Estimator, MetaGradient, refuse_stiffness
+from metanudge.estimators.base import Estimator, refuse_stiffness
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import norm
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import LinearSolver, Solver

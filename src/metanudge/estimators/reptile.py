@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import Estimator, MetaGradient, refuse_shared, refuse_stiffness, solve_plainly
+from metanudge.estimators.base import Estimator, refuse_shared, refuse_stiffness, solve_plainly
+from metanudge.estimators.total import MetaGradient
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solver, check_positive
 

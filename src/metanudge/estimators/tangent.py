@@ -13,9 +13,9 @@ from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.engines.inner import NudgedOracle
-from metanudge.estimators.base import MetaGradient
 from metanudge.estimators.identity import add_response, centre_shift, nudging_force, query_gradient
 from metanudge.estimators.stencils import StartName
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, norm
 from metanudge.problem import Nudge
 from metanudge.solvers.base import LinearSolver, Solution, Solver, Trace
