@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 import metanudge as mn
@@ -35,6 +36,9 @@ STARTS = ("theta", "shifted", "solution")
 
 # Options that make an estimator quick or valid; anything not listed is made without arguments.
 OPTIONS: dict[type, dict[str, Any]] = {mn.ESMAML: {"samples": 2}, mn.IMAML: {"cg_steps": 3}}
+
+# What the estimators that know no bilevel problem say of it.
+NOT_BILEVEL = {"Reptile": "no such direction", **{f"FOBMAML-{s}-{n}-shifted": "no such centre" for s in STENCILS for n in NUDGES}}
 
 # Estimators that draw other random numbers for a task when its place in the batch changes, by design.
 DRAWS_BY_PLACE = (mn.ESMAML,)
@@ -208,6 +212,28 @@ def check_pure(estimator: Estimator, setup: Setup, engine: str, **options: Any) 
     second, _ = learner.meta_gradient(setup.tasks, seed=3, metrics=False)
     before.assert_unchanged()
     assert all(torch.equal(first[n], second[n]) for n in first), "the same seed must give the same bits"
+
+
+def check_bilevel(estimator: Estimator, setup: Setup, *, shared: str = "0.", lam: float = 2.0) -> float:
+    """Written as two functions of (shared layers, the others), a task has the same gradient by the shared layers; the relative error."""
+    model, loss, tasks = setup
+    theta = {n: p.detach() for n, p in model.named_parameters()}
+    x, init = ({n: p for n, p in theta.items() if n.startswith(shared) == wanted} for wanted in (True, False))
+
+    def value(batch: Any, x: dict[str, Tensor], phi: dict[str, Tensor]) -> Tensor:
+        return loss(functional_call(model, x | phi, (batch[0],)), batch[1])
+
+    def inner(x: dict[str, Tensor], phi: dict[str, Tensor]) -> Tensor:
+        return value(tasks[0].support, x, phi) + 0.5 * lam * sum((phi[n] - init[n]).square().sum() for n in phi)
+
+    def outer(x: dict[str, Tensor], phi: dict[str, Tensor]) -> Tensor:
+        return value(tasks[0].query, x, phi)
+
+    found = mn.hypergradient(inner, outer, x, init, solver=SOLVER, estimator=estimator).gradient
+    expected = gradient(setup, estimator, tasks=tasks[0], lam=lam, adapt=[f"{n}*" for n in init])
+    error = relative_error(found, {n: expected[n] for n in x})
+    assert error < 1e-11, f"the bilevel problem has another gradient: {error:.1e}"
+    return error
 
 
 # ---------------------------------------------------------------------------------------------------- oracle

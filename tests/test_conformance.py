@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import conformance
 import metanudge as mn
-from conformance import SETUPS, SOLVER, by_hand, gradient, learner_for, name, on_both, rounding, small
+from bilevel_problems import ridge
+from conformance import NOT_BILEVEL, SETUPS, SOLVER, by_hand, gradient, learner_for, name, on_both, rounding, small
 from metanudge.estimators import ESTIMATORS, Estimator
 from problems import Setup, mlp, relative_error, seeded
 
@@ -51,6 +52,33 @@ def test_the_list_is_complete():
 @pytest.mark.parametrize("estimator", BOTH, ids=ids)
 def test_engines_agree(estimator: Estimator, setup: str):
     conformance.check_engines_agree(estimator, SETUPS[setup](tasks=2))
+
+
+# ES-MAML perturbs θ in a learner and x here. An automatic ν is another one; and from the solution with a gradient nudge the tangent takes
+# ∂_x f where it ends, at the φ that is reported, in a learner where it begins, together with the force.
+OTHER = [mn.FOBMAML(), mn.FOBMAML(nu=None, stencil="tangent", nudge="gradient", start="solution")]
+SAME = [e for e in ALL if name(e) not in NOT_BILEVEL and e not in OTHER and not isinstance(e, mn.ESMAML)]
+
+
+@pytest.mark.parametrize("estimator", SAME, ids=ids)
+def test_learner_and_bilevel_problem_agree(estimator: Estimator):
+    conformance.check_bilevel(estimator, small(tasks=1))
+
+
+@pytest.mark.parametrize("estimator", [*OTHER, mn.ESMAML(sigma=1e-3, samples=30)], ids=ids)
+def test_bilevel_problems_have_their_own_answer(estimator: Estimator):
+    """Not that of the learner, and yet the derivative where the inner problem is solved."""
+    problem = ridge(per_feature=False)
+    solver = mn.GradientDescent(lr=1.6 / sum(problem.curvature), steps=40)
+    result = mn.hypergradient(problem.inner, problem.outer, problem.x, problem.init, solver=solver, estimator=estimator)
+    # Evolution strategies give F′ mean ε², with a standard deviation of (2/n)^½.
+    assert relative_error(result.gradient, problem.truth) < (3 * (2 / 30) ** 0.5 if isinstance(estimator, mn.ESMAML) else 1e-5)
+
+
+@pytest.mark.parametrize("estimator", [e for e in ALL if name(e) in NOT_BILEVEL], ids=ids)
+def test_estimators_without_meaning_for_a_bilevel_problem_say_so(estimator: Estimator):
+    with pytest.raises((TypeError, ValueError), match=NOT_BILEVEL[name(estimator)]):
+        conformance.check_bilevel(estimator, small(tasks=1))
 
 
 @pytest.mark.parametrize("setup", ["mlp-dropout", "conv_net-dropout", "attention-dropout"])

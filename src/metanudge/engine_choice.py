@@ -8,7 +8,7 @@ from typing import Literal
 from metanudge.engines import Engine, InplaceEngine, StackedEngine
 from metanudge.engines.room import bytes_per_row, free_memory, rows_that_fit
 from metanudge.engines.stacked import runs_chain, runs_trunk
-from metanudge.estimators import IMAML, MAML, Estimator
+from metanudge.estimators import Estimator
 from metanudge.problem import Problem
 from metanudge.solvers import LinearSolver, Solver
 from metanudge.task import TaskBatch
@@ -65,7 +65,7 @@ class EngineChoice:
         if problem.device.type == "cpu":
             if size <= LARGEST_STACKED_ON_CPU:
                 return stacked, f"{size} parameters: on a CPU many small solves are faster side by side"
-            if isinstance(estimator, IMAML):
+            if estimator.graphs(solver):
                 if runs_chain(problem, batch):
                     return stacked, "second derivatives of a chain of layers are faster side by side"
             elif not problem.shared and runs_trunk(problem, batch):  # gradients by shared parameters run layer by layer
@@ -81,7 +81,7 @@ class EngineChoice:
 
         Looked at once for each shape of tasks.
         """
-        kind, graphs = problem.device.type, _graphs(estimator, solver)
+        kind, graphs = problem.device.type, estimator.graphs(solver)
         if not (kind == "cuda" or (kind == "cpu" and graphs)):
             return None
         key = (problem, graphs, estimator.width, *((len(stack), stack.signature) for stack in batch.stacks))
@@ -93,10 +93,3 @@ class EngineChoice:
             fit = rows_that_fit(per_row, free_memory(problem.device) if kind == "cuda" else BYTES_AT_ONCE_ON_CPU)
             self._room = {key: None if fit >= len(batch) * estimator.width else fit}
         return self._room[key]
-
-
-def _graphs(estimator: Estimator, solver: Solver) -> int:
-    """How many support gradients the estimator holds with the graphs that made them."""
-    if isinstance(estimator, MAML):
-        return estimator.unrolled(solver)
-    return int(isinstance(estimator, IMAML) or getattr(estimator, "stencil", None) == "tangent")

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from metanudge.engines import Cost, StackedEngine
 from metanudge.estimators import FOBMAML, FOMAML, IMAML, MAML, Estimator, Exact, Reptile, Stats, meta_gradient
-from metanudge.estimators.base import advice_on
+from metanudge.estimators.run import advice_on
 from metanudge.learner import MetaLearner, Tasks
 from metanudge.problem import Objective, Problem
 from metanudge.solvers import NewtonCG, Solver
 from metanudge.task import TaskBatch
+from metanudge.tuning import NuTuner, is_automatic
 
 DEFAULT_NUS = (1e-3, 1e-2, 1e-1, 0.5)
 LARGEST_DENSE = 1000
@@ -132,9 +133,9 @@ def check_gradient(
 
     def gradient(estimator: Estimator, solver: Solver) -> tuple[Tensor, Stats]:
         # The in-place engine could serve some estimators; one engine for all keeps the random numbers of all the same.
-        g, stats = meta_gradient(
-            problem, batch, solver=solver, estimator=estimator, engine=StackedEngine(chunk=8), seed=seed, metrics=False
-        )
+        engine = StackedEngine(chunk=8)
+        estimator = NuTuner().settled(estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=0)
+        g, stats = meta_gradient(problem, batch, solver=solver, estimator=estimator, engine=engine, seed=seed, metrics=False)
         return torch.cat([leaf.flatten() for leaf in g.values()]), stats
 
     size = sum(p.numel() for p in problem.parameters.values())
@@ -220,10 +221,10 @@ def _usual(own: Estimator) -> list[Estimator]:
 def _with_every_nu(estimators: Iterable[Estimator], nus: Sequence[float]) -> list[Estimator]:
     spread: list[Estimator] = []
     for estimator in estimators:
-        if isinstance(estimator, FOBMAML) and estimator.nu is not None:
-            own = {estimator.nu} if estimator.nu != "auto" else set()
+        if isinstance(estimator, FOBMAML) and estimator.stencil != "tangent":
+            own = {estimator.nu} if isinstance(estimator.nu, (int, float)) else set()
             spread.extend(replace(estimator, nu=nu) for nu in sorted({*nus, *own}))
-            if estimator.nu == "auto":
+            if estimator.automatic:
                 spread.append(estimator)
         else:
             spread.append(estimator)
@@ -237,7 +238,7 @@ def _label(estimator: Estimator) -> str:
             estimator.stencil,
             f"{estimator.nudge} nudge",
             *([f"from {estimator.start}"] if estimator.start != "theta" else []),
-            *(["automatic ν"] if estimator.nu == "auto" else []),
+            *(["automatic ν"] if is_automatic(estimator) else []),
         ]
         return f"{name} {', '.join(options)}" + (", unshrunk" if estimator.unshrink else "")
     if isinstance(estimator, IMAML):

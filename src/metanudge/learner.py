@@ -22,7 +22,7 @@ from metanudge.engines.ownership import claimed
 from metanudge.engines.randomness import mix
 from metanudge.engines.uninterrupted import obey, restored, uninterrupted
 from metanudge.estimators import ESTIMATORS, FOBMAML, DivergenceWarning, Estimator, NonFiniteError, Stats, meta_gradient
-from metanudge.estimators.base import advice_on
+from metanudge.estimators.run import advice_on
 from metanudge.evaluation import Evaluation, evaluate
 from metanudge.params import Params
 from metanudge.problem import Loss, Objective, Problem

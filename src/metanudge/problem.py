@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,41 @@ def classification_accuracy(output: Any, target: Any) -> Tensor | None:
     return (output.detach().argmax(1) == target).to(output.dtype).mean()
 
 
+class TwoLevels(Protocol):
+    """What estimators know of a two-level problem, be it a model with tasks or any two functions (`bilevel`)."""
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """What adapts: φ at the start of a solve."""
+
+    @property
+    def shared(self) -> Mapping[str, Tensor]:
+        """What both levels depend on directly, does not adapt, and gets a meta-gradient."""
+
+    @property
+    def learns_theta(self) -> bool:
+        """Whether θ, where φ starts and what the proximal term ties it to, gets a meta-gradient too."""
+
+    @property
+    def proximal(self) -> Proximal:
+        """The term that ties φ to θ."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+
+    @property
+    def theta_dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype in which displacements are kept."""
+
+    @property
+    def smallest_lam(self) -> float | Tensor:
+        """The strong convexity that is known; NaN where none is."""
+
+    def zero_gradient(self) -> Params:
+        """A meta-gradient of zero."""
+
+
 class Problem:
     """A model, a loss and a proximal term, with the names and tensors the engines need.
 
@@ -152,6 +187,8 @@ class Problem:
         shared: those that are meta-learned but do not adapt.
         meta_parameters: everything that gets a meta-gradient: the two above in the model's order, then what the proximal term learns.
     """
+
+    learns_theta = True
 
     def __init__(
         self,

@@ -33,12 +33,13 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Cost, Engine, Inner
-from metanudge.estimators.base import Estimator, check
+from metanudge.estimators.base import Estimator
 from metanudge.estimators.fobmaml import FOBMAML
 from metanudge.estimators.identity import centre_shift
+from metanudge.estimators.run import check
 from metanudge.estimators.stencils import STENCILS
 from metanudge.params import Params, norm
-from metanudge.problem import Problem
+from metanudge.problem import Problem, TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
 
@@ -214,8 +215,8 @@ def credible(nus: Sequence[float], disagreement: Sequence[float], *, order: int)
 class _Motion:
     """dφ/dν at one ν, as it is summed up, and the rounding error to expect in it."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.sum = {n: torch.zeros_like(p, dtype=problem.theta_dtypes[n]) for n, p in problem.theta.items()}
+    def __init__(self, problem: TwoLevels) -> None:
+        self.sum = {n: torch.zeros_like(p, dtype=problem.theta_dtypes[n], requires_grad=False) for n, p in problem.parameters.items()}
         self._roundings: list[Tensor] = []
 
     def add(self, rows: Params, weight: float) -> None:
@@ -261,37 +262,20 @@ def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: S
 
     `shifts` takes for each task how far from θ a shifted start is for each unit of ν, as a multiple of the solution's distance.
     """
-    stencil = STENCILS[estimator.stencil]
     motions = [_Motion(inners[0].problem) for _ in nus]
-    terms = list(zip(stencil.offsets, stencil.coefficients, strict=True))
-    solves = [(rung, offset * nu, c / nu) for rung, nu in enumerate(nus) for offset, c in terms]
     for inner in inners:
-        base: Params | None = None
-        force: Params | None = None
-        if estimator.nudge == "gradient" or estimator.start != "theta" or stencil.base:
-            base = inner.solve(solver).displacement
-        if base is not None and (estimator.nudge == "gradient" or estimator.start == "shifted"):
-            distance = norm(base)
-            force = inner.query_gradient(base)
-            if estimator.start == "shifted":
-                shifts.append(norm(centre_shift(inner, force)) / distance)
-        if base is not None and stencil.base:
-            warm = {n: leaf.clone() for n, leaf in base.items()} if estimator.start == "solution" else None
-            still = inner.solve(solver, start=warm).displacement if warm is not None else base
-            for rung, nu in enumerate(nus):
-                motions[rung].add(still, stencil.base / nu)
-            del still
-        if estimator.start != "solution":
-            base = None
-        for begin in range(0, len(solves), inner.nudges_at_once):
-            part = solves[begin : begin + inner.nudges_at_once]
-            offsets = [offset for _, offset, _ in part]
-            pull = force if estimator.nudge == "gradient" else None
-            start = estimator.starts(inner, offsets, base, force)
-            d = inner.solve(solver, offsets=offsets, nudge=estimator.nudge, force=pull, start=start).displacement
-            for place, (rung, _, weight) in enumerate(part):
-                rows = slice(place * inner.tasks, (place + 1) * inner.tasks)
-                motions[rung].add({n: leaf[rows] for n, leaf in d.items()}, weight)
+        base = estimator.base(inner, solver)
+        if estimator.start == "shifted":
+            assert base.solution is not None
+            assert base.force is not None
+            shifts.append(norm(centre_shift(inner, base.force)) / norm(base.solution.displacement))
+        for found in estimator.displaced(inner, solver, nus, base):
+            for rung, motion in enumerate(motions):
+                for place, weight in enumerate(found.weights(rung)):
+                    if weight:
+                        rows = slice(place * inner.tasks, (place + 1) * inner.tasks)
+                        motion.add({n: leaf[rows] for n, leaf in found.solution.displacement.items()}, weight)
+            del found  # or it would still be alive during the next solve
     return motions
 
 
@@ -398,4 +382,4 @@ def _mean(a: float, b: float) -> float:
 
 def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML]:
     """Whether an estimator leaves the choice of ν to a tuner."""
-    return isinstance(estimator, FOBMAML) and estimator.nu == "auto"
+    return isinstance(estimator, FOBMAML) and estimator.automatic

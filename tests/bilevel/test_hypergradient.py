@@ -7,6 +7,8 @@ import torch
 
 import metanudge as mn
 from bilevel_problems import Known, logistic, ridge
+from metanudge.estimators import Estimator
+from metanudge.estimators.identity import query_gradient
 from problems import log_slope, relative_error
 
 NU = 1e-2
@@ -244,6 +246,35 @@ def test_a_warm_forward_difference_cancels_the_drift():
     result = hypergradient(problem, mn.FOBMAML(nu=1e-6, stencil="forward", start="solution"), solver)
     assert result.residual > 1e-4
     assert relative_error(result.gradient, problem.truth) < 0.05
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.7])
+def test_damping_stiffens_the_linear_system(damping):
+    """∇²g + damping is the Hessian of g + damping/2 ‖φ − φ*‖², whose solution and mixed derivatives are those of g."""
+    problem = logistic(direct=True)
+
+    def stiffer(x, phi):
+        return problem.inner(x, phi) + 0.5 * damping * (phi - problem.solution).square().sum()
+
+    expected = mn.hypergradient(stiffer, problem.outer, problem.x, problem.init, solver=EXACTLY, estimator=mn.Exact()).gradient
+    assert relative_error(hypergradient(problem, mn.IMAML(cg_steps=8, damping=damping)).gradient, expected) < 1e-9
+    assert (relative_error(expected, problem.truth) > 0.05) == (damping > 0)
+
+
+class Alone(Estimator):
+    """An estimator that somebody else wrote and that notes nothing: the direct term."""
+
+    def accumulate(self, inner, solver, total):
+        query_gradient(total, inner, inner.solve(solver).displacement)
+
+
+def test_an_estimator_of_ones_own():
+    """What it does not report is found out: the solution, at the price of one more solve."""
+    problem, solver = ridge(direct=True), mn.GradientDescent(lr=0.2, steps=5)
+    own, known = (hypergradient(problem, estimator, solver) for estimator in (Alone(), mn.FOMAML()))
+    assert torch.equal(own.gradient, known.gradient)
+    assert torch.equal(own.phi, known.phi)
+    assert (own.inner_gradients, known.inner_gradients) == (2 * 5 + 1, 5 + 1)
 
 
 def test_evolution_strategies_converge_to_the_gradient():

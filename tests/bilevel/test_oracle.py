@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from bilevel_problems import logistic
-from metanudge.bilevel.oracle import NudgedInner
+from metanudge.bilevel.inner import BilevelInner
 from metanudge.bilevel.problem import Bilevel
 from metanudge.bilevel.tree import Tree
+from metanudge.engines import Cost
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,8 @@ def test_derivatives_against_autograd(nu, with_force):
     known = logistic(direct=True)
     problem = Bilevel(known.inner, known.outer, Tree(known.x, "x"), Tree(known.init, "phi"), strong_convexity=None, seed=0)
     force = torch.linspace(-1, 1, 4, dtype=torch.float64)
-    oracle = NudgedInner(problem, nu, {"phi": force.unsqueeze(0)} if with_force else None)
+    nudge = "gradient" if with_force else "loss" if nu else None
+    oracle = BilevelInner(problem, Cost()).oracle([nu], nudge, {"phi": force.unsqueeze(0)} if with_force else None, None)
 
     def objective(d: torch.Tensor) -> torch.Tensor:
         phi = known.init + d

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from metanudge.bilevel.oracle import solve
-from metanudge.bilevel.problem import Bilevel, Function
-from metanudge.bilevel.solve import choose, differentiate
+from metanudge.bilevel.inner import BilevelInner
+from metanudge.bilevel.problem import Bilevel, Function, Level
+from metanudge.bilevel.solve import at_work, choose, differentiate
 from metanudge.bilevel.tree import Tree
-from metanudge.engines.uninterrupted import uninterrupted
+from metanudge.engines import Cost
 from metanudge.estimators import Estimator
 from metanudge.solvers import Solver
 
@@ -44,7 +44,7 @@ def solve_bilevel(
     wanted = torch.is_grad_enabled()
     x_tree, init_tree = Tree(x, "x", lambda leaf: wanted and leaf.requires_grad), Tree(init, "phi")
     problem = Bilevel(inner, outer, x_tree, init_tree, strong_convexity=strong_convexity, seed=seed)
-    solver, estimator = choose(problem, solver, estimator)
+    solver, estimator = choose(problem, solver, estimator, strong_convexity)
     if not x_tree.tensors:
         return _value(problem, solver)
     _check_captured(problem)
@@ -53,16 +53,16 @@ def solve_bilevel(
 
 def _value(problem: Bilevel, solver: Solver) -> Tensor:
     """f at the un-nudged solution, without any derivative in x."""
-    with uninterrupted(), torch.inference_mode(False), torch.enable_grad(), problem.draws.preserved():
-        d = solve(problem, solver).displacement
-        return problem.evaluate("outer", problem.x, problem.phi(d)).detach()
+    with at_work(problem):
+        d = BilevelInner(problem, Cost()).solve(solver).displacement
+        return problem.evaluate("outer", problem.shared, problem.phi(d)).detach()
 
 
 def _check_captured(problem: Bilevel) -> None:
     """Tensors that reach the functions past x would lose their gradient without a word."""
-    with uninterrupted(), problem.draws.preserved():
-        for level in ("inner", "outer"):
-            if problem.evaluate(level, problem.x, problem.phi(problem.zeros())).requires_grad:
+    with at_work(problem):
+        for level in get_args(Level):
+            if problem.evaluate(level, problem.shared, problem.parameters).requires_grad:
                 raise ValueError(
                     f"{level}(x, phi) uses a tensor that requires gradients and is neither in x nor in phi; loss.backward() would not "
                     "reach it. Put it into x to have its gradient; if it is a constant, detach it (a module: requires_grad_(False))."
@@ -74,10 +74,10 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Bilevel, solver: Solver, estimator: Estimator, *x: Tensor) -> Tensor:
-        estimate = differentiate(problem, solver, estimator)
+        total, inner = differentiate(problem, solver, estimator)
         ctx.save_for_backward(*x)
-        ctx.gradient = [g.to(t.dtype) for g, t in zip(estimate.gradient.values(), x, strict=True)]
-        return estimate.solved.outer.value
+        ctx.gradient = [g.to(t.dtype) for g, t in zip(total.gradient.values(), x, strict=True)]
+        return inner.at("outer", inner.solution.displacement).value
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from metanudge.bilevel import baselines
-from metanudge.bilevel.estimate import Estimate, size
-from metanudge.bilevel.nudged import nudged
+from metanudge.bilevel.inner import BilevelInner
 from metanudge.bilevel.problem import Bilevel, Function
 from metanudge.bilevel.tree import Tree
+from metanudge.engines import Cost
 from metanudge.engines.uninterrupted import uninterrupted
-from metanudge.estimators import ESMAML, FOBMAML, FOMAML, IMAML, MAML, Estimator, Exact, NonFiniteError, Reptile
+from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, NonFiniteError
+from metanudge.estimators.total import MetaGradient
+from metanudge.params import norm
 from metanudge.solvers import LBFGS, Nesterov, Solver
 from metanudge.solvers.base import check_positive
-
-METHODS: dict[type, Callable[..., Estimate]] = {
-    FOBMAML: nudged,
-    MAML: baselines.unrolled,
-    IMAML: baselines.implicit,
-    FOMAML: baselines.direct,
-    Exact: baselines.dense,
-    ESMAML: baselines.smoothed,
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class Hypergradient:
 
     def __str__(self) -> str:
         leaves = [leaf for leaf in pytree.tree_leaves(self.gradient) if leaf is not None]
-        norm = math.sqrt(sum(float(leaf.double().square().sum()) for leaf in leaves))
+        size = math.sqrt(sum(float(leaf.double().square().sum()) for leaf in leaves))
         parts = [f"outer {self.outer:.4g}, inner {self.inner:.4g}", f"residual {self.residual:.2g} after {self.steps} steps"]
         if self.nu is not None:
             parts.append(f"ν {self.nu:g}")
@@ -73,7 +66,7 @@ class Hypergradient:
         cost = f"{self.inner_gradients} inner and {self.outer_gradients} outer gradients"
         if self.hessian_products:
             cost += f", {self.hessian_products} Hessian products"
-        return ", ".join([f"|hypergradient| {norm:.4g}", *parts, cost])
+        return ", ".join([f"|hypergradient| {size:.4g}", *parts, cost])
 
 
 def hypergradient(
@@ -115,57 +108,76 @@ def hypergradient(
     """
     x_tree, init_tree = Tree(x, "x"), Tree(init, "phi")
     problem = Bilevel(inner, outer, x_tree, init_tree, strong_convexity=strong_convexity, seed=seed)
-    solver, estimator = choose(problem, solver, estimator)
-    estimate = differentiate(problem, solver, estimator)
-    solved, evaluations = estimate.solved, problem.evaluations
+    solver, estimator = choose(problem, solver, estimator, strong_convexity)
+    total, found = differentiate(problem, solver, estimator)
+    d, cost = found.solution.displacement, found.cost
+    lower, upper = found.at("inner", d), found.at("outer", d)
+    signal = float(norm(upper.by_phi))
     return Hypergradient(
-        gradient=x_tree.build_alone({n: leaf.to(problem.x[n].dtype) for n, leaf in estimate.gradient.items()}),
-        phi=init_tree.build(problem.phi(solved.d)),
-        outer=float(solved.outer.value),
-        inner=float(solved.inner.value),
-        residual=size(solved.inner.by_phi),
-        steps=int(solved.solution.steps),
-        nu=getattr(estimator, "nu", None),
-        error=estimate.error,
-        linear_residual=estimate.linear_residual,
-        inner_gradients=evaluations.inner_gradients,
-        outer_gradients=evaluations.outer_gradients,
-        hessian_products=evaluations.hessian_products,
+        gradient=x_tree.build_alone({n: leaf.to(problem.shared[n].dtype) for n, leaf in total.gradient.items()}),
+        phi=init_tree.build(problem.phi(d)),
+        outer=float(upper.value),
+        inner=float(lower.value),
+        residual=float(norm(lower.by_phi)),
+        steps=int(found.solution.steps),
+        nu=total.nu,
+        error=None if total.error is None else float(total.error) / signal if signal else math.inf,
+        linear_residual=None if found.linear_residual is None else found.linear_residual / signal if signal else 0.0,
+        inner_gradients=cost.support_gradients,
+        outer_gradients=cost.query_gradients,
+        hessian_products=cost.hessian_products,
     )
 
 
-def differentiate(problem: Bilevel, solver: Solver, estimator: Estimator) -> Estimate:
-    """Run an estimator, also where the caller has gradients switched off, and check what comes out."""
+@contextmanager
+def at_work(problem: Bilevel) -> Iterator[None]:
+    """Within, signals wait, gradients are on, also where the caller has them off, and random states come out as they went in."""
     with uninterrupted(), torch.inference_mode(False), torch.enable_grad(), problem.draws.preserved():
-        estimate = METHODS[type(estimator)](problem, solver, estimator)
-    if not problem.depends_on_x:
+        yield
+
+
+def differentiate(problem: Bilevel, solver: Solver, estimator: Estimator) -> tuple[MetaGradient, BilevelInner]:
+    """Run an estimator, look at both functions where it solved the inner problem, and check what comes out."""
+    with at_work(problem):
+        inner, total = BilevelInner(problem, Cost()), MetaGradient(problem, 1, metrics=False)
+        estimator.accumulate(inner, solver, total)
+        if not inner.settled:
+            inner.settle(inner.solve(solver))
+        inner.at("inner", inner.solution.displacement)
+        inner.at("outer", inner.solution.displacement)
+    if not inner.depends_on_x:
         raise ValueError(
             "Neither inner(x, phi) nor outer(x, phi) depends on x, so the hypergradient is zero. "
             "Use x in one of them, and look for .detach(), torch.no_grad() or .item() on the way."
         )
-    bad = [n for n, leaf in estimate.gradient.items() if not bool(torch.isfinite(leaf).all())]
+    bad = [n for n, leaf in total.gradient.items() if not bool(torch.isfinite(leaf).all())]
     if bad:
         raise NonFiniteError(
             f"The hypergradient by {', '.join(bad)} is not finite although the inner solves were: a derivative in x overflowed or "
             "does not exist at the solution. Look at inner and outer there. Nothing was written to .grad."
         )
-    return estimate
+    return total, inner
 
 
-def choose(problem: Bilevel, solver: Solver | None, estimator: Estimator | None) -> tuple[Solver, Estimator]:
+def choose(
+    problem: Bilevel, solver: Solver | None, estimator: Estimator | None, strong_convexity: float | None
+) -> tuple[Solver, Estimator]:
     """The user's solver and estimator, or the defaults, checked for use on a general bilevel problem.
 
     An automatic ν balances a truncation error of order ν² against the rounding, or the solver's tolerance, over ν.
     """
-    single = any(torch.finfo(t.dtype).bits < 64 for t in (*problem.x.values(), *problem.init.values()))
+    single = any(torch.finfo(t.dtype).bits < 64 for t in (*problem.shared.values(), *problem.parameters.values()))
     if solver is None:
         solver = LBFGS(tol=1e-5) if single else LBFGS()
     if estimator is None:
         estimator = FOBMAML(start="solution")
-    if isinstance(estimator, FOBMAML) and estimator.nu == "auto":
+    if isinstance(estimator, FOBMAML) and estimator.automatic:
         estimator = replace(estimator, nu=1e-2 if single else 1e-3)
-    _check_solver(solver, problem.strong_convexity)
-    _check_estimator(estimator)
+    _check_solver(solver, strong_convexity)
+    if isinstance(estimator, type) or not callable(getattr(estimator, "accumulate", None)):
+        known = ", ".join(kind.__name__ for kind in ESTIMATORS)
+        raise TypeError(f"estimator must be one of {known}, got {estimator!r}. Pass an object, e.g. mn.FOBMAML().")
+    estimator.check_problem(problem)
     estimator.check(solver)
     return solver, estimator
 
@@ -186,30 +198,4 @@ def _check_solver(solver: Any, strong_convexity: float | None) -> None:
         raise ValueError(
             "Nesterov computes its momentum from the inner problem's strong convexity, which a general inner function does not reveal. "
             "Give strong_convexity=… (a lower bound of the curvature, e.g. the weight of an L2 penalty), or Nesterov(momentum=0.9, …)."
-        )
-
-
-def _check_estimator(estimator: Any) -> None:
-    if isinstance(estimator, Reptile):
-        raise TypeError(
-            "Reptile moves parameters towards the adapted ones, which presumes that x and phi are the same parameters; a general "
-            "bilevel problem has no such direction. Use FOBMAML(), or FOMAML() for the direct term alone."
-        )
-    if type(estimator) not in METHODS:
-        known = ", ".join(kind.__name__ for kind in METHODS)
-        raise TypeError(f"estimator must be one of {known}, got {estimator!r}. Pass an object, e.g. mn.FOBMAML().")
-    if isinstance(estimator, FOBMAML):
-        _check_nudge(estimator)
-
-
-def _check_nudge(estimator: FOBMAML) -> None:
-    if estimator.start == "shifted":
-        raise ValueError(
-            "start='shifted' starts nudged solves at a moved proximal centre, and a general inner problem has no such centre. "
-            "Use start='theta' (all solves start at init) or start='solution' (at the un-nudged solution)."
-        )
-    if estimator.unshrink:
-        raise ValueError(
-            "unshrink=True divides out a factor that follows from the proximal term's λ, and a general inner problem has none. "
-            "Leave it out, and take enough inner steps or start='solution'."
         )

@@ -20,7 +20,7 @@ from metanudge.engines.vmapped import StackedInner, num_rows, repeated
 from metanudge.params import Flat, Params, norm
 from metanudge.problem import Nudge, Problem
 from metanudge.proximal import Diagonal
-from metanudge.solvers.base import LinearSolver, Solution
+from metanudge.solvers.base import LinearSolver, Solution, unroll
 from metanudge.task import Batch, Stack
 
 Part = tuple[Batch, str, Tensor | None]
@@ -129,7 +129,7 @@ class ChainedInner(StackedInner):
         return losses, g, hv
 
     def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:
-        """d f(φ_K(θ)) / dθ through the last `unrolled` steps of the solver, and the solution φ_K."""
+        """MAML's gradient of every row, layer by layer, where nothing but θ is learned."""
         proximal = self.problem.proximal
         if self._omega or proximal.learned or not isinstance(proximal, Diagonal):
             return super().unrolled_gradient(solver, unrolled=unrolled)
@@ -141,7 +141,7 @@ class ChainedInner(StackedInner):
             def moved(d: Params) -> Params:
                 return {n: (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
 
-            def gradient(d: Params, step: int) -> tuple[Tensor, Params]:
+            def data_gradient(d: Params, step: int) -> tuple[Tensor, Params]:
                 part: Part = (self._minibatch_of_support(step, solver.batch_size), "support", None)
                 if step < solver.steps - unrolled:
                     return self._gradient(d, [part], step)
@@ -150,16 +150,16 @@ class ChainedInner(StackedInner):
                 g = torch.autograd.grad(loss.sum(), list(phi.values()), create_graph=True, materialize_grads=True)
                 return loss.detach(), {n: leaf.to(d[n].dtype) for n, leaf in zip(phi, g, strict=True)}
 
-            d: Params = dict(self.zeros(self.tasks))
-            memory = solver.memory(d)
             losses, residuals = [], []
-            for step in range(solver.steps):
-                loss, g = gradient(d, step)
+
+            def gradient(d: Params, step: int) -> Params:
+                loss, g = data_gradient(d, step)
                 g = {n: leaf + g[n] for n, leaf in force(d).items()}
-                d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
                 losses.append(loss)
                 residuals.append(norm({n: leaf.detach() for n, leaf in g.items()}))
-            d = solver.result(d, memory)
+                return g
+
+            d = unroll(solver, dict(self.zeros(self.tasks)), gradient, strong_convexity=mu, last=unrolled)
             still = {n: leaf.detach() for n, leaf in d.items()}
             along = self._gradient(still, [(self._stack.query, "query", None)], 0)[1]  # its own second derivatives are not wanted
             ends = moved(d)

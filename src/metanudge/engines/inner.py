@@ -9,13 +9,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from metanudge.params import Flat, Params, dot, tiled
-from metanudge.problem import Nudge, Problem
-from metanudge.solvers.base import Oracle, Solution, Solver
+from metanudge.problem import Nudge, TwoLevels
+from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
+from metanudge.solvers.conjugate_gradient import LinearSolve
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -38,12 +42,17 @@ class Measured:
 
 
 class Inner(ABC):
-    """A group of tasks on one engine.
+    """A group of tasks on one engine, or a bilevel problem as a group of one.
 
     Rows are ordered nudge by nudge: with offsets ν_0 … ν_{J−1}, row j·tasks + i belongs to task i and nudge ν_j.
+
+    Attributes:
+        reports_solution: whether the un-nudged solution is wanted for itself, and solved for where the estimator does without.
     """
 
-    def __init__(self, problem: Problem, places: Sequence[int], cost: Cost) -> None:
+    reports_solution = False
+
+    def __init__(self, problem: TwoLevels, places: Sequence[int], cost: Cost) -> None:
         self.problem = problem
         self.places = tuple(places)
         self.cost = cost
@@ -75,7 +84,7 @@ class Inner(ABC):
             nudge: `"loss"` adds ν·(query loss), `"gradient"` adds ν·⟨force, φ⟩, None adds nothing.
             force: ∇f(φ_0) of each task, for the gradient nudge.
             start: displacements to start from, `(rows, ...)`; overwritten.
-            shift: moves θ itself (start and centre) by this much, `(rows, ...)`.
+            shift: moves θ itself (start and centre) by this much, `(rows, ...)`; in a bilevel problem x.
         """
         return solver.solve(self.oracle(list(offsets), nudge, force, shift), start)
 
@@ -83,10 +92,35 @@ class Inner(ABC):
         """The nudged problems as solvers see them."""
         return NudgedOracle(self, offsets, nudge, force, shift)
 
-    def parts(self, offsets: Sequence[float]) -> Iterator[Sequence[float]]:
-        """The offsets in the portions that this engine solves at once."""
-        for first in range(0, len(offsets), self.nudges_at_once):
-            yield offsets[first : first + self.nudges_at_once]
+    def parts(self, nudges: Sequence[T]) -> Iterator[Sequence[T]]:
+        """What describes the nudges, one by one, in the portions that this engine solves at once."""
+        for first in range(0, len(nudges), self.nudges_at_once):
+            yield nudges[first : first + self.nudges_at_once]
+
+    def settle(self, solution: Solution) -> None:  # noqa: B027 (engines that average over tasks have no use for it)
+        """Hear of the un-nudged solution."""
+
+    def judge(self, solve: LinearSolve) -> None:  # noqa: B027 (to look at it would wait for the device)
+        """Hear of the linear system of an implicit gradient; raise where it has no solution."""
+
+    def imprecision(self, solution: Solution, offsets: Sequence[float], force: Params | None) -> Tensor:
+        """λ δ of each row, the force that is left where a nudged solve stopped; `force` is that of the gradient nudge."""
+        return solution.delta * self.problem.smallest_lam
+
+    def stream(self, meta_step: int, row: int) -> tuple[int, ...]:
+        """What seeds random numbers that belong to one task of the group in one meta-step."""
+        return meta_step, self.places[row]
+
+    def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:
+        """d f(φ_K(h)) / dh by all meta-parameters h through the last `unrolled` steps of the solver, and the solution φ_K.
+
+        Displacements before those steps count as constants, so that `unrolled=0` is FO-MAML and `unrolled=steps` is MAML.
+        """
+        raise NotImplementedError
+
+    def hessian(self, d: Params) -> Tensor:
+        """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`."""
+        raise NotImplementedError
 
     @property
     @abstractmethod

@@ -135,6 +135,8 @@ class InplaceEngine:
 class InplaceInner(Inner):
     """One task on the user's module."""
 
+    problem: Problem
+
     def __init__(self, problem: Problem, place: int, task: Task, guard: Guard, draws: Draws, cost: Cost) -> None:
         super().__init__(problem, [place], cost)
         self._task = task

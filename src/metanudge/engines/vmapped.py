@@ -24,7 +24,7 @@ from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.params import Flat, Params, flatten, norm, unflatten
 from metanudge.problem import LossError, Problem
-from metanudge.solvers.base import LinearSolver, Solution
+from metanudge.solvers.base import LinearSolver, Solution, unroll
 from metanudge.task import Batch, Stack, map_tensors, num_examples
 
 _COLUMNS_AT_ONCE = 32
@@ -32,6 +32,8 @@ _COLUMNS_AT_ONCE = 32
 
 class StackedInner(Inner):
     """Tasks of equal shape side by side under `vmap`."""
+
+    problem: Problem
 
     def __init__(self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost) -> None:
         super().__init__(problem, stack.places, cost)
@@ -178,36 +180,31 @@ class StackedInner(Inner):
         return losses, g, hv
 
     def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:
-        """d f(φ_K(h)) / dh for all meta-parameters h through the last `unrolled` steps of the solver, and the solution φ_K.
-
-        Displacements before those steps count as constants, so that `unrolled=0` is FO-MAML and `unrolled=steps` is MAML.
-        """
+        """MAML's gradient of every row: backwards through the steps, within `vmap`."""
         proximal = self.problem.proximal
         h = {n: p.detach() for n, p in self.problem.meta_parameters.items()}
 
         def row(start: Params, chosen: list[Tensor], buffers: Params, support: Batch, query: Batch) -> Any:
             def outer(h: Params) -> Any:
                 force, mu = proximal.bind({n: h[n] for n in self._theta}, {n: h[n] for n in proximal.learned})
-                d, memory = start, solver.memory(start)
                 losses, residuals = [], []
-                for step in range(solver.steps):
-                    if step == solver.steps - unrolled:
-                        d, memory = _detached(d), _detached(memory)
-                    batch = map_tensors(lambda t, i=step: t[chosen[i]], support) if chosen else support
 
-                    def inner(d: Params, batch: Batch = batch, step: int = step) -> tuple[Tensor, Tensor]:
+                def gradient(d: Params, step: int) -> Params:
+                    batch = map_tensors(lambda t: t[chosen[step]], support) if chosen else support
+
+                    def inner(d: Params) -> tuple[Tensor, Tensor]:
                         value = self._loss(d, buffers, batch, step, "support", h)[0]
                         return value, value.detach()
 
                     g, loss = grad(inner, has_aux=True)(d)
                     g = {n: leaf + g[n] for n, leaf in force(d).items()}
-                    d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
                     losses.append(loss)
                     residuals.append(norm({n: leaf.detach().unsqueeze(0) for n, leaf in g.items()})[0])
-                d = solver.result(d, memory)
-                d = d if unrolled else _detached(d)
+                    return g
+
+                d = unroll(solver, start, gradient, strong_convexity=mu, last=unrolled)
                 value = self._loss(d, buffers, query, 0, "query", h)[0]
-                return value, (torch.stack(losses).detach(), torch.stack(residuals), _detached(d))
+                return value, (torch.stack(losses).detach(), torch.stack(residuals), {n: leaf.detach() for n, leaf in d.items()})
 
             return grad(outer, has_aux=True)(h)
 
@@ -225,7 +222,7 @@ class StackedInner(Inner):
         return Solution(d, steps, residuals[-1], residuals[-1] / self.problem.smallest_lam, losses, residuals)
 
     def hessian(self, d: Params) -> Tensor:
-        """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`, some columns at a time."""
+        """Some columns at a time."""
         size = sum(leaf[0].numel() for leaf in d.values())
         columns = []
         for first in range(0, size, _COLUMNS_AT_ONCE):
@@ -349,10 +346,6 @@ def _load_forward_mode() -> None:
 def num_rows(d: Params) -> int:
     """How many rows the leaves have."""
     return next(iter(d.values())).shape[0]
-
-
-def _detached(d: Params) -> Params:
-    return {n: leaf.detach() for n, leaf in d.items()}
 
 
 def _constants_apart(batch: Batch) -> Batch:

@@ -1,6 +1,6 @@
 """How to differentiate: one method a file, all through the interface of `metanudge.estimators.base`."""
 
-from metanudge.estimators.base import DivergenceWarning, Estimator, NonFiniteError, Stats, meta_gradient
+from metanudge.estimators.base import Estimator
 from metanudge.estimators.esmaml import ESMAML
 from metanudge.estimators.exact import Exact
 from metanudge.estimators.fobmaml import FOBMAML
@@ -8,6 +8,8 @@ from metanudge.estimators.fomaml import FOMAML
 from metanudge.estimators.imaml import IMAML
 from metanudge.estimators.maml import MAML
 from metanudge.estimators.reptile import Reptile
+from metanudge.estimators.run import DivergenceWarning, meta_gradient
+from metanudge.estimators.total import NonFiniteError, Stats
 
 ESTIMATORS = (FOBMAML, MAML, FOMAML, Reptile, IMAML, ESMAML, Exact)
 

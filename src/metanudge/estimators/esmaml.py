@@ -8,14 +8,15 @@ import torch
 
 from metanudge.engines import Inner
 from metanudge.engines.randomness import mix
-from metanudge.estimators.base import MetaGradient, refuse_shared, refuse_stiffness
+from metanudge.estimators.base import Estimator, refuse_shared, refuse_stiffness, solve_plainly
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params
-from metanudge.problem import Problem
+from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
 
 
 @dataclass(frozen=True)
-class ESMAML:
+class ESMAML(Estimator):
     """∇F_i ≈ 1/(2σn) Σ_s [F_i(θ + σε_s) − F_i(θ − σε_s)] ε_s with ε_s ~ N(0, I): antithetic Gaussian smoothing (paper, §3.4).
 
     Args:
@@ -29,7 +30,6 @@ class ESMAML:
     sigma: float = 0.01
     samples: int = 20
     seed: int = 0
-    engines = ("stacked", "inplace")
 
     def __post_init__(self) -> None:
         check_positive(self.sigma, "sigma", "0.01 times the size of the parameters is usual.")
@@ -40,17 +40,17 @@ class ESMAML:
         """One sample is solved at a time, its two signs together."""
         return 2
 
-    def check(self, solver: Solver) -> None:
-        """Any solver will do."""
-
-    def check_problem(self, problem: Problem) -> None:
-        """Only θ is perturbed."""
+    def check_problem(self, problem: TwoLevels) -> None:
+        """Only θ is perturbed, or what stands in its place in a bilevel problem."""
         refuse_stiffness(self, problem, "ES-MAML perturbs θ and nothing else")
-        refuse_shared(self, problem, "ES-MAML perturbs θ and nothing else")
+        if problem.learns_theta:
+            refuse_shared(self, problem, "ES-MAML perturbs θ and nothing else")
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the smoothed gradients of a group of tasks."""
-        if total.metrics:
+        if inner.reports_solution:
+            solve_plainly(inner, solver, total)
+        elif total.metrics:
             total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
         share = 1 / (2 * self.samples)
         for sample in range(self.samples):
@@ -68,9 +68,11 @@ class ESMAML:
 
     def _noise(self, inner: Inner, meta_step: int, sample: int) -> Params:
         """ε_s of every task, the same on every engine and for every chunk, from its own seed and that of the meta-step."""
+        problem = inner.problem
+        perturbed = problem.parameters if problem.learns_theta else problem.shared
         rows = []
-        for place in inner.places:
-            generator = torch.Generator().manual_seed(mix(self.seed, meta_step, place, sample, 3))
-            rows.append({n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in inner.problem.parameters.items()})
-        dtypes = inner.problem.theta_dtypes
-        return {n: torch.stack([row[n] for row in rows]).to(inner.problem.device, dtypes[n]) for n in dtypes}
+        for row in range(inner.tasks):
+            generator = torch.Generator().manual_seed(mix(self.seed, *inner.stream(meta_step, row), sample, 3))
+            rows.append({n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in perturbed.items()})
+        dtypes = {n: torch.promote_types(p.dtype, torch.float32) for n, p in perturbed.items()}
+        return {n: torch.stack([row[n] for row in rows]).to(problem.device, dtypes[n]) for n in dtypes}

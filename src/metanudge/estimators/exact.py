@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Inner
-from metanudge.engines.vmapped import StackedInner
-from metanudge.estimators.base import MetaGradient, solve_plainly
+from metanudge.estimators.base import Estimator, solve_plainly
 from metanudge.estimators.identity import add_response, query_gradient
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, flatten, unflatten, zeros_like
-from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import Solver, check_count
+from metanudge.solvers.conjugate_gradient import LinearSolve
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(Estimator):
     """g_i = λ (∇²f̂ + λ)⁻¹ ∇f at φ_K  (paper, eq. 8): exact where the solver has converged.
 
     Args:
@@ -29,20 +29,12 @@ class Exact:
 
     max_parameters: int = 5000
     engines = ("stacked",)
-    width = 1
 
     def __post_init__(self) -> None:
         check_count(self.max_parameters, "max_parameters", "5000 parameters take 200 MB per task in float64.")
 
-    def check(self, solver: Solver) -> None:
-        """Any solver will do."""
-
-    def check_problem(self, problem: Problem) -> None:
-        """Any will do."""
-
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the dense implicit gradients of a group of tasks."""
-        assert isinstance(inner, StackedInner)
         size = sum(p.numel() for p in inner.problem.parameters.values())
         if size > self.max_parameters:
             raise ValueError(
@@ -53,8 +45,12 @@ class Exact:
         q = query_gradient(total, inner, d)
         system = inner.hessian(d) + self._curvature(inner, d, size)
         total.check(inner.places, "Hessian (after the query gradient)", system.flatten(1).norm(dim=1))
-        x = torch.linalg.solve(system, flatten(q))
-        add_response(total, inner, d, unflatten(x, d), -1.0)
+        target = flatten(q)
+        x = torch.linalg.solve(system, target)
+        residual = (torch.linalg.vecdot(system, x.unsqueeze(1)) - target).norm(dim=1)
+        solve = LinearSolve(unflatten(x, d), residual, size, torch.zeros_like(residual, dtype=torch.bool))
+        inner.judge(solve)
+        add_response(total, inner, d, solve.x, -1.0)
 
     @staticmethod
     def _curvature(inner: Inner, d: Params, size: int) -> Tensor:

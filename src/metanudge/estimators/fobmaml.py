@@ -5,35 +5,33 @@ E. M. Chayti and M. Jaggi, A New First-Order Meta-Learning Algorithm with Conver
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import Any, Literal, NamedTuple
 
 from metanudge.engines import Inner
-from metanudge.engines.inner import NudgedOracle
-from metanudge.estimators.base import MetaGradient
-from metanudge.estimators.identity import add_partials, add_response, centre_shift, query_gradient
-from metanudge.estimators.stencils import STENCILS, StencilName
+from metanudge.estimators.base import Estimator
+from metanudge.estimators.identity import add_partials, centre_shift, check_shifted, nudging_force
+from metanudge.estimators.shrinkage import check_unshrink, unshrunk
+from metanudge.estimators.stencils import STENCILS, StartName, StencilName
+from metanudge.estimators.tangent import add_tangent
+from metanudge.estimators.total import MetaGradient
 from metanudge.near import near
-from metanudge.params import Params, norm, tiled
-from metanudge.problem import Nudge, Problem
-from metanudge.proximal import Custom, Diagonal
-from metanudge.solvers.base import LinearSolver, Solution, Solver, Trace, check_positive
-
-Start = Literal["theta", "shifted", "solution"]
+from metanudge.params import Params, tiled
+from metanudge.problem import Nudge, TwoLevels
+from metanudge.solvers.base import LinearSolver, Solution, Solver, check_positive
 
 
 @dataclass(frozen=True)
-class FOBMAML:
+class FOBMAML(Estimator):
     """∇F_i(θ) = −λ dφ*_{i,ν}/dν at ν = 0 (Proposition 1), with the derivative taken by a finite difference or by a tangent.
 
     The defaults are chosen from the project's ablation (`metanudge reproduce ablation`). The paper's estimator is `FOBMAML(nu=0.1)`.
 
     Args:
         nu: ν, size of the nudge. The error is O(ν^order) from the stencil plus O(λδ/ν) from inner solves of precision δ; in networks
-            with ReLU or max-pooling, kinks make small ν worse (`check_gradient` shows it on your model). `"auto"`, the default: the
-            learner chooses, and chooses again every 50 meta-steps (`metanudge.tuning`); `Stats.nu` is the ν used.
+            with ReLU or max-pooling, kinks make small ν worse (`check_gradient` shows it on your model). `"auto"`, the default,
+            or None: it is chosen, by a learner again every 50 meta-steps (`metanudge.tuning`); `Stats.nu` is the ν used.
         stencil: `"symmetric"` {−ν, ν}, error O(ν²); `"forward"` {0, ν}, O(ν); `"five-point"` {±ν, ±2ν}, O(ν⁴); `"tangent"`:
             differentiate the solver's steps in the scalar ν in forward mode: no ν, no truncation error, memory that does not grow
             with the steps; needs second derivatives, `GradientDescent` or `Nesterov`, and the stacked engine.
@@ -60,27 +58,96 @@ class FOBMAML:
         'forward'
     """
 
-    nu: float | Literal["auto"] | None = None
+    nu: float | Literal["auto"] | None = "auto"
     stencil: StencilName = "symmetric"
     nudge: Nudge = "loss"
-    start: Start = "theta"
+    start: StartName = "theta"
     unshrink: bool = False
     repeats_itself = True
 
-    def __post_init__(self) -> None:
-        _check_choice("stencil", self.stencil, (*STENCILS, "tangent"))
-        _check_choice("nudge", self.nudge, ("loss", "gradient"))
-        _check_choice("start", self.start, ("theta", "shifted", "solution"))
+    def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
+        """Algorithm 1, lines 5 to 9, for a group of tasks: add −λ Σ_j c_j φ_j / ν."""
+        if total.metrics:
+            total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
+        scale = unshrunk(solver, inner.problem) if self.unshrink and self.start != "shifted" else None
         if self.stencil == "tangent":
-            if self.nu is not None:
-                raise ValueError(
-                    f"nu={self.nu!r} was given, but the tangent stencil differentiates in ν itself and uses none. "
-                    'Leave nu out, or choose stencil="symmetric".'
-                )
-        elif self.nu is None:
-            object.__setattr__(self, "nu", "auto")
-        elif self.nu != "auto":
-            _check_nu(self.nu)
+            add_tangent(total, inner, solver, nudge=self.nudge, start=self.start, scale=scale)
+            return
+        assert isinstance(self.nu, (int, float)), "a ν is chosen before"
+        total.nu = self.nu
+        base = self.base(inner, solver, total)
+        for found in self.displaced(inner, solver, [self.nu], base):  # line 6: φ_j, nudged by ν_j
+            self._record(total, inner, found, base)
+            offsets = found.nudges if found.nudged and self.nudge == "loss" else None
+            # Lines 7 and 9: −λ c_j φ_j / ν, averaged over the tasks. λ and shared layers get ∂_h[g + ν_j f](φ_j) c_j / ν.
+            add_partials(total, inner, found.solution.displacement, found.weights(), offsets=offsets, scale=scale)
+            del found  # or it would still be alive during the next solve
+
+    def base(self, inner: Inner, solver: Solver, total: MetaGradient | None = None) -> Base:
+        """φ_0 and ∇f(φ_0) where nudge, start or stencil need them, or the problem; `total` takes note."""
+        with_force = self.nudge == "gradient" or self.start == "shifted"
+        if not (with_force or self.start == "solution" or STENCILS[self.stencil].base or inner.reports_solution):
+            return Base()
+        solution = inner.solve(solver)
+        if total is not None:
+            total.record_solution(inner, solution)
+        force = nudging_force(total, inner, solution.displacement, direct=self.nudge == "gradient") if with_force else None
+        return Base(True, solution, force)
+
+    def displaced(self, inner: Inner, solver: Solver, nus: Sequence[float], base: Base) -> Iterator[Displaced]:
+        """The solutions φ_j that the stencil takes at each of the `nus`, with coefficients; `base` lets go of what is not needed."""
+        stencil = STENCILS[self.stencil]
+        terms = [
+            Term(offset * nu, tuple(c / nu if other == place else 0.0 for other in range(len(nus))))
+            for place, nu in enumerate(nus)
+            for offset, c in zip(stencil.offsets, stencil.coefficients, strict=True)
+        ]
+        still = Term(0.0, tuple(stencil.base / nu for nu in nus))
+        if stencil.base and self.start == "solution":  # the un-nudged solve goes on, or its drift would look like an effect of the nudge
+            terms.append(still)
+        elif stencil.base:
+            assert base.solution is not None
+            yield Displaced(base.solution, [still], nudged=False)
+        if self.start != "solution":
+            base.solution = None
+        force = base.force if self.nudge == "gradient" else None
+        for part in inner.parts(terms):
+            nudges = [term.nu for term in part]
+            yield Displaced(
+                inner.solve(solver, offsets=nudges, nudge=self.nudge, force=force, start=self._starts(inner, nudges, base)),
+                part,
+                share=len(part) / len(terms),
+            )
+
+    def _starts(self, inner: Inner, nudges: Sequence[float], base: Base) -> Params | None:
+        """Where the nudged solves start, row by row; None for θ."""
+        if self.start == "solution":
+            assert base.solution is not None
+            return tiled(base.solution.displacement, [1.0] * len(nudges))
+        if self.start == "shifted":
+            assert base.force is not None
+            return tiled(centre_shift(inner, base.force), [-nu for nu in nudges])
+        return None
+
+    def _record(self, total: MetaGradient, inner: Inner, found: Displaced, base: Base) -> None:
+        """Note what nudged solves did; where there was no un-nudged one, they stand for it."""
+        if not found.nudged:
+            return
+        solution = found.solution
+        if base.solved:
+            total.check(inner.places, "loss of the nudged problem", solution.losses)
+            total.check(inner.places, "gradient of the nudged problem", solution.residuals)
+        else:
+            total.record(inner, solution, share=found.share)
+            if total.metrics:
+                total.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks, share=found.share)
+        force = base.force if self.nudge == "gradient" else None
+        total.record_error(inner.imprecision(solution, found.nudges, force), found.weights())
+
+    @property
+    def automatic(self) -> bool:
+        """Whether ν is still to be chosen."""
+        return self.nu in ("auto", None) and self.stencil != "tangent"
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -95,6 +162,23 @@ class FOBMAML:
         stencil = STENCILS[self.stencil]
         return len(stencil.offsets) + int(stencil.base != 0 and self.start == "solution")
 
+    def graphs(self, solver: Solver) -> int:
+        """The tangent goes through one step at a time."""
+        return int(self.stencil == "tangent")
+
+    def __post_init__(self) -> None:
+        _check_choice("stencil", self.stencil, (*STENCILS, "tangent"))
+        _check_choice("nudge", self.nudge, ("loss", "gradient"))
+        _check_choice("start", self.start, ("theta", "shifted", "solution"))
+        if self.nu in ("auto", None):
+            return
+        if self.stencil == "tangent":
+            raise ValueError(
+                f"nu={self.nu!r} was given, but the tangent stencil differentiates in ν itself and uses none. "
+                'Leave nu out, or choose stencil="symmetric".'
+            )
+        _check_nu(self.nu)
+
     def check(self, solver: Solver) -> None:
         """Tangents and the shrinkage factor need a solver whose update is linear."""
         needs = 'stencil="tangent"' if self.stencil == "tangent" else "unshrink=True" if self.unshrink else None
@@ -108,157 +192,47 @@ class FOBMAML:
         if solver.tol is not None:
             raise ValueError(f"{needs} needs a fixed number of steps, but the solver has tol={solver.tol!r}. Leave tol out.")
 
-    def check_problem(self, problem: Problem) -> None:
-        """A shifted centre needs a quadratic proximal term, the shrinkage factor a λ per parameter and nothing that is shared."""
-        if self.start == "shifted" and isinstance(problem.proximal, Custom):
-            raise ValueError(
-                'start="shifted" moves the centre of a quadratic proximal term, but a regulariser was given instead of one. Use '
-                'start="theta" or start="solution".'
-            )
-        if self.unshrink and (problem.shared or not isinstance(problem.proximal, Diagonal)):
-            why = "some layers are shared" if problem.shared else "the proximal term has none"
-            raise ValueError(
-                f"unshrink=True divides by a factor that is known where each parameter has a λ and adapts, but {why}. Leave it out, and "
-                "take more inner steps or Adam as outer optimizer."
-            )
-
-    def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
-        """Add −λ Σ_j c_j φ_{ν_j} / ν of a group of tasks."""
-        before = inner.measure_query(None) if total.metrics else None
-        total.record_query(before, None, tasks=inner.tasks)
-        assert self.nu != "auto", "a ν is chosen before"
-        total.nu = self.nu
-        if self.stencil == "tangent":
-            self._accumulate_tangent(inner, solver, total)
-        else:
-            self._accumulate_difference(inner, solver, total)
-
-    def _accumulate_difference(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
-        assert isinstance(self.nu, (int, float))
-        stencil = STENCILS[self.stencil]
-        scale = self._scale(inner, solver)
-        warm = self.start == "solution"
-        base: Params | None = None
-        force: Params | None = None
-        has_base = self.nudge == "gradient" or self.start != "theta" or stencil.base != 0
-        if has_base:
-            solution = inner.solve(solver)
-            total.record(inner, solution)
-            if total.metrics:
-                total.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks)
-            if self.nudge == "gradient" or self.start == "shifted":
-                force = self._force(total, inner, solution.displacement)
-            if stencil.base and not warm:
-                add_partials(total, inner, solution.displacement, [stencil.base / self.nu], scale=scale)
-            base = solution.displacement if warm else None
-            del solution
-        pairs = list(zip(stencil.offsets, stencil.coefficients, strict=True))
-        if stencil.base and warm:  # the un-nudged solve goes on as well, or its drift would look like an effect of the nudge
-            pairs.append((0.0, stencil.base))
-        for part in inner.parts([offset for offset, _ in pairs]):
-            weights = [dict(pairs)[offset] / self.nu for offset in part]
-            offsets = [offset * self.nu for offset in part]
-            nudged = inner.solve(
-                solver,
-                offsets=offsets,
-                nudge=self.nudge,
-                force=force if self.nudge == "gradient" else None,
-                start=self.starts(inner, offsets, base, force),
-            )
-            if not has_base:
-                share = len(part) / len(pairs)
-                total.record(inner, nudged, share=share)
-                if total.metrics:
-                    total.record_query(None, inner.measure_query(nudged.displacement), tasks=inner.tasks, share=share)
-            else:
-                total.check(inner.places, "loss of the nudged problem", nudged.losses)
-                total.check(inner.places, "gradient of the nudged problem", nudged.residuals)
-            total.record_error(nudged, weights, inner.problem.smallest_lam)
-            used = offsets if self.nudge == "loss" else None
-            add_partials(total, inner, nudged.displacement, weights, offsets=used, scale=scale)
-            del nudged
-
-    def _force(self, total: MetaGradient, inner: Inner, d: Params) -> Params:
-        """∇f(φ_0); the gradient nudge takes the direct term of shared layers from the same evaluation."""
-        if self.nudge == "gradient":
-            return query_gradient(total, inner, d)
-        force = inner.query_gradient(d)
-        total.check(inner.places, "query gradient", norm(force))
-        return force
-
-    def starts(self, inner: Inner, offsets: list[float], base: Params | None, force: Params | None) -> Params | None:
-        """Where the solves nudged by `offsets` start, row by row; None for θ. `base` is φ_0 − θ, `force` ∇f(φ_0)."""
-        if self.start == "solution":
-            assert base is not None
-            return tiled(base, [1.0] * len(offsets))
+    def check_problem(self, problem: TwoLevels) -> None:
+        """A shifted start needs a centre to shift, the shrinkage factor a λ per parameter and nothing that is shared."""
         if self.start == "shifted":
-            assert force is not None
-            return tiled(centre_shift(inner, force), [-nu for nu in offsets])
-        return None
-
-    def _accumulate_tangent(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
-        assert isinstance(solver, LinearSolver)
-        base: Params | None = None
-        force: Params | None = None
-        if self.nudge == "gradient" or self.start != "theta":
-            solution = inner.solve(solver)
-            total.record(inner, solution)
-            base = solution.displacement if self.start == "solution" else None
-            if self.nudge == "gradient" or self.start == "shifted":
-                force = self._force(total, inner, solution.displacement)
-        d = inner.zeros(inner.tasks) if base is None else base
-        tangent = inner.zeros(inner.tasks)
-        if self.start == "shifted":
-            assert force is not None
-            tangent = {n: -leaf for n, leaf in centre_shift(inner, force).items()}
-        solution, tangent = self._follow(inner, solver, d, tangent, force if self.nudge == "gradient" else None)
-        total.record(inner, solution, share=1.0 if self.nudge == "loss" and self.start == "theta" else 0.0)
-        total.check(inner.places, "tangent", norm(tangent))
-        if total.metrics:
-            total.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks)
-        if self.nudge == "loss" and inner.problem.shared:
-            query_gradient(total, inner, solution.displacement)
-        add_response(total, inner, solution.displacement, tangent, 1.0, scale=self._scale(inner, solver))
-
-    def _follow(self, inner: Inner, solver: LinearSolver, d: Params, tangent: Params, force: Params | None) -> tuple[Solution, Params]:
-        """Run the solver and, beside it, the same linear update on the tangent dφ/dν, whose gradient is (∇²f̂ + λ)t + ∇p."""
-        proximal, mu = inner.problem.proximal, inner.problem.smallest_lam
-        trace = Trace(NudgedOracle(inner, [0.0], None, None, None))
-        memory, tangent_memory = solver.memory(d), solver.memory(tangent)
-        for step in range(solver.steps):
-            pull = force if force is not None else inner.query_gradient(d, step)
-            loss, g, hv = inner.data_hvp(d, tangent, None, step, solver.batch_size)
-            proximal.add_force(g, d, inner.theta)
-            hv = {n: leaf + pull[n] for n, leaf in proximal.add_curvature(hv, d, tangent, inner.theta).items()}
-            trace.record(loss, g)
-            d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
-            tangent, tangent_memory = solver.update(tangent, hv, tangent_memory, strong_convexity=mu, inplace=False)
-        d, tangent = solver.result(d, memory), solver.result(tangent, tangent_memory)
-        steps = torch.full((inner.tasks,), solver.steps, device=inner.problem.device)
-        return trace.solution(d, steps), tangent
-
-    def _scale(self, inner: Inner, solver: Solver) -> Params | None:
-        if not self.unshrink or self.start == "shifted":
-            return None
-        assert isinstance(solver, LinearSolver)
-        return {n: leaf / response(solver, leaf, inner.problem.smallest_lam) for n, leaf in inner.problem.lam.items()}
+            check_shifted(problem)
+        if self.unshrink:
+            check_unshrink(problem)
 
 
-def response(solver: LinearSolver, lam: torch.Tensor, strong_convexity: float | torch.Tensor) -> torch.Tensor:
-    """How much of a constant force's effect a solver reaches in its K steps where the support loss is flat.
+@dataclass
+class Base:
+    """The un-nudged solution, if it was solved for, and ∇f(φ_0), as long as somebody needs them."""
 
-    The solver's own update on  λ d + 1 = 0,  as a share of the solution −1/λ: for gradient descent 1 − (1 − αλ)^K.
+    solved: bool = False
+    solution: Solution | None = None
+    force: Params | None = None
 
-    Example:
-        >>> from metanudge.solvers import GradientDescent
-        >>> round(float(response(GradientDescent(lr=0.01, steps=5), torch.tensor(2.0), 2.0)), 4)
-        0.0961
-    """
-    d: Params = {"d": torch.zeros_like(lam)}
-    memory = solver.memory(d)
-    for _ in range(solver.steps):
-        d, memory = solver.update(d, {"d": lam * d["d"] + 1}, memory, strong_convexity=strong_convexity, inplace=False)
-    return -lam * solver.result(d, memory)["d"]
+
+class Term(NamedTuple):
+    """ν_j, and the coefficient c_j / ν of φ_j in the stencil of each ν; 0 where it does not occur."""
+
+    nu: float
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Displaced:
+    """Solutions of some nudged problems of every task, one term after the other; `share` of all of them."""
+
+    solution: Solution
+    terms: Sequence[Term]
+    nudged: bool = True
+    share: float = 1.0
+
+    @property
+    def nudges(self) -> list[float]:
+        """ν_j."""
+        return [term.nu for term in self.terms]
+
+    def weights(self, place: int = 0) -> list[float]:
+        """c_j / ν, of the ν at a place among those asked for."""
+        return [term.weights[place] for term in self.terms]
 
 
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:

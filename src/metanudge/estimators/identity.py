@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import MetaGradient
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Flat, Params, norm
-from metanudge.proximal import Diagonal, Matrix
+from metanudge.problem import TwoLevels
+from metanudge.proximal import Custom, Diagonal, Matrix
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
 MOST_PRODUCTS = 500
@@ -69,6 +70,30 @@ def query_gradient(total: MetaGradient, inner: Inner, d: Params) -> Params:
         total.add({n: g.pop(n) for n in inner.problem.shared}, 1.0)
     total.check(inner.places, "query gradient", norm(g))
     return g
+
+
+def nudging_force(total: MetaGradient | None, inner: Inner, d: Params, *, direct: bool) -> Params:
+    """∇f(φ_0), of which `total` takes note; with `direct` it gets the direct term of shared layers from the same evaluation."""
+    if direct and total is not None:
+        return query_gradient(total, inner, d)
+    force = inner.query_gradient(d)
+    if total is not None:
+        total.check(inner.places, "query gradient", norm(force))
+    return force
+
+
+def check_shifted(problem: TwoLevels) -> None:
+    """Raise where there is no centre of a quadratic proximal term to shift."""
+    if not problem.learns_theta:
+        raise ValueError(
+            "start='shifted' starts nudged solves at a moved proximal centre, and a general inner problem has no such centre. "
+            "Use start='theta' (all solves start at init) or start='solution' (at the un-nudged solution)."
+        )
+    if isinstance(problem.proximal, Custom):
+        raise ValueError(
+            'start="shifted" moves the centre of a quadratic proximal term, but a regulariser was given instead of one. Use '
+            'start="theta" or start="solution".'
+        )
 
 
 def centre_shift(inner: Inner, force: Params) -> Params:

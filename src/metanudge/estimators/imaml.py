@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import MetaGradient, solve_plainly
+from metanudge.estimators.base import Estimator, solve_plainly
 from metanudge.estimators.identity import add_response, query_gradient
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params
-from metanudge.problem import Problem
 from metanudge.solvers.base import Solver, check_count
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
 
 @dataclass(frozen=True)
-class IMAML:
+class IMAML(Estimator):
     """λ (∇²f̂ + λ)⁻¹ ∇f at φ_K  (paper, eq. 9), the system solved with `cg_steps` Hessian-vector products.
 
     A learned stiffness gets −λ d ⊙ (∇²f̂ + λ)⁻¹∇f, shared layers ω get ∂_ω f − ∂²_ωφ f̂ (∇²f̂ + λ)⁻¹∇f, one more product.
@@ -35,9 +35,7 @@ class IMAML:
     cg_steps: int = 5
     tol: float = 0.0
     damping: float = 0.0
-    engines = ("stacked", "inplace")
     repeats_itself = True
-    width = 1
 
     def __post_init__(self) -> None:
         check_count(self.cg_steps, "cg_steps", "The paper uses 5.")
@@ -46,23 +44,21 @@ class IMAML:
         if not 0 <= self.damping < math.inf:
             raise ValueError(f"damping must be a number of at least 0, got {self.damping!r}. 0 is the paper's iMAML, 22 as released.")
 
-    def check(self, solver: Solver) -> None:
-        """Any solver will do."""
-
-    def check_problem(self, problem: Problem) -> None:
-        """Any will do."""
+    def graphs(self, solver: Solver) -> int:
+        """That of one Hessian-vector product."""
+        return 1
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add λ (∇²f̂ + λ)⁻¹ ∇f of a group of tasks."""
         d = solve_plainly(inner, solver, total).displacement
         q = query_gradient(total, inner, d)
-        proximal, theta = inner.problem.proximal, inner.theta
+        oracle = inner.oracle([0.0], None, None, None)
 
         def matvec(v: Params) -> Params:
-            _, _, hv = inner.data_hvp(d, v, None, 0, None)
-            bent = proximal.add_curvature(hv, d, v, theta)
-            return {n: leaf + self.damping * v[n] for n, leaf in bent.items()} if self.damping else bent
+            hv = oracle.hvp(d, v)
+            return {n: leaf + self.damping * v[n] for n, leaf in hv.items()} if self.damping else hv
 
         solve = conjugate_gradient(matvec, q, steps=self.cg_steps, tol=self.tol)
         total.check(inner.places, "residual of the conjugate gradient after the query gradient", solve.residual)
+        inner.judge(solve)
         add_response(total, inner, d, solve.x, -1.0)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metanudge.engines import Inner
-from metanudge.engines.vmapped import StackedInner
-from metanudge.estimators.base import MetaGradient, refuse_stiffness
+from metanudge.estimators.base import Estimator, refuse_stiffness
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import norm
-from metanudge.problem import Problem
+from metanudge.problem import TwoLevels
 from metanudge.solvers.base import LinearSolver, Solver
 
 
 @dataclass(frozen=True)
-class MAML:
+class MAML(Estimator):
     """g_i = d f_i(φ_K(θ)) / dθ, exact for the algorithm that is run; the same for a learned stiffness and shared layers.
 
     Args:
@@ -27,7 +27,6 @@ class MAML:
     truncate: int | None = None
     engines = ("stacked",)
     repeats_itself = True
-    width = 1
 
     def __post_init__(self) -> None:
         if self.truncate is not None and (isinstance(self.truncate, bool) or self.truncate < 0):
@@ -43,24 +42,21 @@ class MAML:
         if solver.tol is not None:
             raise ValueError(f"MAML needs a fixed number of steps, but the solver has tol={solver.tol!r}. Leave tol out.")
 
-    def check_problem(self, problem: Problem) -> None:
+    def check_problem(self, problem: TwoLevels) -> None:
         """λ acts through the steps alone."""
         if self.truncate == 0:
             refuse_stiffness(self, problem, "truncate=0 differentiates through no step, and λ acts through the steps alone")
 
-    def unrolled(self, solver: Solver) -> int:
-        """Through how many of the solver's steps it differentiates."""
+    def graphs(self, solver: Solver) -> int:
+        """As many as the steps it differentiates."""
         return solver.steps if self.truncate is None else min(self.truncate, solver.steps)
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the gradients of the adaptation of a group of tasks."""
-        assert isinstance(inner, StackedInner)
         assert isinstance(solver, LinearSolver)
         if total.metrics:
             total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
-        g, solution = inner.unrolled_gradient(solver, unrolled=self.unrolled(solver))
-        total.record(inner, solution)
-        if total.metrics:
-            total.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks)
+        g, solution = inner.unrolled_gradient(solver, unrolled=self.graphs(solver))
+        total.record_solution(inner, solution)
         total.check(inner.places, "meta-gradient (after the query gradient)", norm(g))
         total.add(g, 1.0)

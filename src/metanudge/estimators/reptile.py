@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metanudge.engines import Inner
-from metanudge.estimators.base import MetaGradient, refuse_shared, refuse_stiffness, solve_plainly
-from metanudge.problem import Problem
+from metanudge.estimators.base import Estimator, refuse_shared, refuse_stiffness, solve_plainly
+from metanudge.estimators.total import MetaGradient
+from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solver, check_positive
 
 
 @dataclass(frozen=True)
-class Reptile:
+class Reptile(Estimator):
     """g_i = (θ − φ_i) / (K α)  (paper, eq. 5). It never looks at the query set.
 
     Args:
@@ -21,9 +22,7 @@ class Reptile:
     """
 
     scale: float | None = None
-    engines = ("stacked", "inplace")
     repeats_itself = True
-    width = 1
 
     def __post_init__(self) -> None:
         if self.scale is not None:
@@ -37,8 +36,13 @@ class Reptile:
                 "Give the factor yourself: Reptile(scale=...)."
             )
 
-    def check_problem(self, problem: Problem) -> None:
+    def check_problem(self, problem: TwoLevels) -> None:
         """Reptile knows only where φ went."""
+        if not problem.learns_theta:
+            raise TypeError(
+                "Reptile moves parameters towards the adapted ones, which presumes that x and phi are the same parameters; a general "
+                "bilevel problem has no such direction. Use FOBMAML(), or FOMAML() for the direct term alone."
+            )
         refuse_stiffness(self, problem, "Reptile never looks at the query loss, only at where φ went")
         refuse_shared(self, problem, "shared layers do not move in the inner steps, and that motion is all Reptile looks at")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 StencilName = Literal["symmetric", "forward", "five-point", "tangent"]
+StartName = Literal["theta", "shifted", "solution"]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from metanudge.proximal.absent import Absent
 from metanudge.proximal.base import Proximal
 from metanudge.proximal.diagonal import Diagonal
 from metanudge.proximal.learned import Learned, LogStiffness, Per
@@ -29,6 +30,7 @@ def proximal_term(lam: Stiffness | LogStiffness, parameters: Mapping[str, Tensor
 
 
 __all__ = [
+    "Absent",
     "Custom",
     "Diagonal",
     "Learned",

@@ -8,7 +8,7 @@ it would drown in the rounding of φ. Solvers never differentiate through themse
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -196,6 +196,23 @@ def iterate(solver: LinearSolver, oracle: Oracle, start: Params | None, tol: flo
         del g  # or the old gradient would still be alive while the next forward pass stores its activations
     assert steps is not None
     return trace.solution(solver.result(d, memory), steps)
+
+
+def unroll(
+    solver: LinearSolver, d: Params, gradient: Callable[[Params, int], Params], *, strong_convexity: float | Tensor, last: int
+) -> Params:
+    """Run a linear solver's update `steps` times so that autograd can follow the last `last` of them; what comes before is constant."""
+    memory = solver.memory(d)
+    for step in range(solver.steps):
+        if step == solver.steps - last:
+            d, memory = _detached(d), _detached(memory)
+        d, memory = solver.update(d, gradient(d, step), memory, strong_convexity=strong_convexity, inplace=False)
+    d = solver.result(d, memory)
+    return d if last else _detached(d)
+
+
+def _detached(d: Params) -> Params:
+    return {n: leaf.detach() for n, leaf in d.items()}
 
 
 def check_kind(value: object, what: str, method: str, examples: Mapping[str, str]) -> None:

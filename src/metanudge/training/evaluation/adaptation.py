@@ -38,11 +38,5 @@ def adapted(learner: MetaLearner, batch: TaskBatch, steps: Sequence[int], *, fir
 def _phi(inner: Inner, learner: MetaLearner, steps: int) -> Params:
     solver = learner.solver if steps == 0 else dataclasses.replace(learner.solver, steps=steps)  # type: ignore[type-var]
     d = inner.zeros(inner.tasks) if steps == 0 else inner.solve(solver).displacement
-    theta = _theta(inner)
+    theta = inner.theta
     return {n: (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
-
-
-def _theta(inner: Inner) -> Params:
-    # While the in-place engine is at work the module holds some φ; θ is what its guard keeps.
-    guard = getattr(inner, "_guard", None)
-    return inner.problem.theta if guard is None else guard.theta
