@@ -51,7 +51,7 @@ class Variant:
     @property
     def estimator(self) -> mn.FOBMAML:
         """What it stands for."""
-        nu: Any = None if not self.nu else "auto" if self.nu == "auto" else float(self.nu)
+        nu: Any = "auto" if self.nu in ("", "auto") else float(self.nu)
         options: dict[str, Any] = {"nudge": self.nudge, "start": self.start, "stencil": self.stencil}
         return mn.FOBMAML(nu=nu, **options)
 
