@@ -1,7 +1,10 @@
 """Settings of the whole suite."""
 
 import importlib.util
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -48,3 +51,19 @@ def pytest_report_header(config: pytest.Config) -> str:
     seed = config.getoption("perturb")
     change = "" if seed is None else f", θ changed by an ulp (seed {seed})"
     return f"arithmetic: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads{change}"
+
+
+@pytest.fixture
+def script() -> Callable[[Path], ModuleType]:
+    """How a script is imported that lies outside every package."""
+
+    def load(path: Path) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+
+    return load

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
 
 # Every unit (a module or a folder of the package) may import units of lower layers, and of its own layer.
 LAYERS = (
-    {"version", "near"},
+    {"version", "names"},
     {"params", "task"},
     {"proximal"},
     {"problem"},
@@ -35,7 +35,7 @@ LAYERS = (
 LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
 
 # Units beside the layers, and all they may know of the package; only `training` and what stands on it may import them.
-APART: dict[str, set[str]] = {"optim": set(), "models": {"near"}, "tasks": {"near", "task"}}
+APART: dict[str, set[str]] = {"optim": set(), "models": {"names"}, "tasks": {"names", "task"}}
 USERS_OF_APART = LAYER["training"]
 
 # What may be loaded besides the standard library: when a module is imported, and inside the functions that need it.

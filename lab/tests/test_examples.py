@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,16 +11,8 @@ import torch
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_hyper_cleaning(tmp_path, capsys):
-    example = load("hyper_cleaning")
+def test_hyper_cleaning(script, tmp_path, capsys):
+    example = script(EXAMPLES / "hyper_cleaning.py")
     small = {"train": 500, "validation": 400, "filters": 32, "outer-steps": 10, "inner-steps": 25, "seeds": 1}
     result = example.main([*(f"--{name}={value}" for name, value in small.items()), f"--out={tmp_path}"])
     runs = {run["method"]: run for run in result["runs"]}
@@ -41,7 +30,7 @@ def test_hyper_cleaning(tmp_path, capsys):
     assert "iMAML, 10 CG steps" in capsys.readouterr().out
 
 
-def test_auroc_by_hand():
-    auroc = load("hyper_cleaning").auroc
+def test_auroc_by_hand(script):
+    auroc = script(EXAMPLES / "hyper_cleaning.py").auroc
     assert auroc(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([True, True, False])) == 1
     assert auroc(torch.tensor([0.9, 0.2, 0.5, 0.2]), torch.tensor([True, True, False, False])) == pytest.approx((2 + 0 + 0.5) / 4)

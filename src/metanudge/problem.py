@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
+from metanudge.names import some
 from metanudge.params import Params
 from metanudge.proximal import Diagonal, LogStiffness, Proximal, Regulariser, Stiffness, proximal_term
 from metanudge.task import Batch, TaskBatch, describe, tensors
@@ -291,7 +292,7 @@ def names_that_adapt(patterns: str | Sequence[str] | None, trainable: Mapping[st
         matching = {name for name in trainable if fnmatch.fnmatchcase(name, pattern)}
         if not matching:
             frozen = [name for name in everything if fnmatch.fnmatchcase(name, pattern)]
-            only = f", only frozen ones ({_some(frozen)}). Set requires_grad=True on them."
+            only = f", only frozen ones ({some(frozen, 12)}). Set requires_grad=True on them."
             detail = only if frozen else f".{_near(pattern, trainable)}"
             raise ValueError(f"adapt={pattern!r} matches no trainable parameter{detail}")
         found |= matching
@@ -309,9 +310,5 @@ def _near(pattern: str, names: Mapping[str, Any]) -> str:
         if difflib.get_close_matches(stem, [name, module, *module.split(".")], n=1, cutoff=0.5) or (stem and stem.lower() in name.lower())
     }
     if close:
-        return f" Near matches: {_some([name for name in whole if name in close])}."
-    return f" The trainable parameters are {_some(whole)}."
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+        return f" Near matches: {some([name for name in whole if name in close], 12)}."
+    return f" The trainable parameters are {some(whole, 12)}."

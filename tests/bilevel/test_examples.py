@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_ridge(capsys):
-    rows = load("ridge").main(["--features", "10", "--train", "20", "--steps", "12"])
+def test_ridge(script, capsys):
+    rows = script(EXAMPLES / "ridge.py").main(["--features", "10", "--train", "20", "--steps", "12"])
     assert "one, learned" in capsys.readouterr().out
     by_name = {(row["problem"], row["penalty"]): row for row in rows}
     for problem in ("ridge", "logistic"):

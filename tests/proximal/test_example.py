@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-
-import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "learned_stiffness.py"
 
 
-def test_stiffness_falls_where_it_was_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_stiffness_falls_where_it_was_too_large(script, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path))
-    spec = importlib.util.spec_from_file_location("example_learned_stiffness", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    result = module.main(["--steps", "8", "--tasks", "8", "--test-tasks", "10", "--samples", "2000"])
+    result = script(EXAMPLE).main(["--steps", "8", "--tasks", "8", "--test-tasks", "10", "--samples", "2000"])
     said = capsys.readouterr().out
     assert "features.1.weight" in said
     assert "λ learned" in said

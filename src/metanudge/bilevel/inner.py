@@ -12,10 +12,11 @@ from torch import Tensor
 
 from metanudge.bilevel.problem import Bilevel, Level
 from metanudge.engines import Cost, Inner, Measured
+from metanudge.engines.inner import NudgedOracle
 from metanudge.estimators import NonFiniteError
 from metanudge.params import Params, norm
 from metanudge.problem import Nudge
-from metanudge.solvers.base import LinearSolver, Solution, Solver, Trace, unroll
+from metanudge.solvers.base import LinearSolver, Solution, Trace, unroll
 from metanudge.solvers.conjugate_gradient import LinearSolve
 
 Gradients = dict[str, Tensor | None]
@@ -59,22 +60,15 @@ class BilevelInner(Inner):
 
     # ------------------------------------------------------------------------------------------------ solves
 
-    def solve(
-        self,
-        solver: Solver,
-        *,
-        offsets: Sequence[float] = (0.0,),
-        nudge: Nudge | None = None,
-        force: Params | None = None,
-        start: Params | None = None,
-        shift: Params | None = None,
-    ) -> Solution:
-        """Raises where that gives no finite point; a line search may have seen others on its way."""
+    def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
+        """A shift moves x, and with it the problem itself."""
         self._forget()
         inner = self if shift is None else self._moved(shift)
-        solution = solver.solve(inner.oracle(list(offsets), nudge if offsets[0] else None, force, None), start)
+        return NudgedOracle(inner, offsets, nudge if offsets[0] else None, force, None)
+
+    def verify(self, solution: Solution, offsets: Sequence[float]) -> None:
+        """The solution must be finite; a line search may have seen other points on its way."""
         _check_finite(solution, offsets[0])
-        return solution
 
     def settle(self, solution: Solution) -> None:
         """The solution to be reported."""

@@ -17,7 +17,7 @@ from metanudge.cli import errors
 from metanudge.cli.commands import OWN, available, whence
 from metanudge.cli.errors import guarded
 from metanudge.cli.warnings import plain_warnings
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.training import output
 from metanudge.training.errors import EXIT_BAD_INPUT, exit_codes
 from metanudge.version import __version__

@@ -109,7 +109,7 @@ def _counted(predictions: Iterator[Prediction], progress: Progress | None) -> It
 
 
 def _adapted(classifier: Classifier, support: Path) -> str:
-    from metanudge.tasks.names import some
+    from metanudge.names import some
 
     each = sorted(set(classifier.counts))
     count = f"{each[0]}" if len(each) == 1 else f"{each[0]} to {each[-1]}"
@@ -120,7 +120,7 @@ def _adapted(classifier: Classifier, support: Path) -> str:
 
 
 def _summary(written: list[Prediction], classifier: Classifier, out: Path) -> str:
-    from metanudge.tasks.names import shown
+    from metanudge.names import shown
 
     found = Counter(p.label for p in written)
     width = max(len(shown(name)) for name in classifier.classes)

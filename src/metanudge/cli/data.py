@@ -66,7 +66,7 @@ class DataOptions:
 def run(argv: list[str]) -> int:
     """Run the command."""
     options = tyro.cli(DataOptions, args=argv, prog="metanudge data", description=f"{cleandoc(DataOptions.__doc__ or '')}\n{EXAMPLES}")
-    from metanudge.near import near
+    from metanudge.names import near
     from metanudge.training.errors import UserError
 
     if options.action == "list":
@@ -99,7 +99,7 @@ def find_files(name: str) -> list[Path]:
 
 
 def _known(name: str) -> str:
-    from metanudge.near import near
+    from metanudge.names import near
     from metanudge.training.errors import UserError
 
     if name.lower().replace("-", "") not in SETS:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+_OF_A_RUN = ("device", "processes")  # recorded, but no property of a machine
 
 
 def reproducibility(run: Path | None) -> Iterator[tuple[str, str]]:
@@ -53,6 +54,8 @@ def _libraries() -> Iterator[str]:
 
 def _locks(folder: Path) -> str:
     """Whether the file system of the runs can lock, tried on a file without a name."""
+    from metanudge.training.lock import NO_LOCKS
+
     try:
         import fcntl
 
@@ -61,7 +64,7 @@ def _locks(folder: Path) -> str:
     except ImportError:
         return "none on this system: two processes that write to one run would not notice"
     except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+        if error.errno in NO_LOCKS:
             return f"none in {folder.resolve()} ({error.strerror}): two processes that write to one run would not notice"
         return f"unknown: {folder.resolve()} cannot be written ({error.strerror})"
     return f"available in {folder.resolve()}"
@@ -69,23 +72,16 @@ def _locks(folder: Path) -> str:
 
 def _compared(run: Path) -> str:
     """What a run recorded of the machine it was trained on, where it differs from this one."""
-    import numpy
     import torch
 
     from metanudge.training.checkpoint import CheckpointStore
+    from metanudge.training.environment import environment
     from metanudge.training.runs import CHECKPOINTS, read_config
-    from metanudge.version import __version__
 
     read_config(run)
     recorded: Any = CheckpointStore(run / CHECKPOINTS).load("last").state.get("environment")
     if not isinstance(recorded, dict):
         return f"{run} recorded neither versions nor threads, so it may go on with other last bits"
-    now = {
-        "metanudge": __version__,
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-    }
-    other = [f"{name} {recorded[name]}, here {value}" for name, value in now.items() if name in recorded and recorded[name] != value]
+    here = {name: value for name, value in environment(torch.device("cpu")).items() if name in recorded and name not in _OF_A_RUN}
+    other = [f"{name} {recorded[name]}, here {value}" for name, value in here.items() if recorded[name] != value]
     return f"{run} was trained with " + ("; ".join(other) + ": it goes on with other last bits" if other else "the same as here")

@@ -86,7 +86,12 @@ class Inner(ABC):
             start: displacements to start from, `(rows, ...)`; overwritten.
             shift: moves θ itself (start and centre) by this much, `(rows, ...)`; in a bilevel problem x.
         """
-        return solver.solve(self.oracle(list(offsets), nudge, force, shift), start)
+        solution = solver.solve(self.oracle(list(offsets), nudge, force, shift), start)
+        self.verify(solution, offsets)
+        return solution
+
+    def verify(self, solution: Solution, offsets: Sequence[float]) -> None:  # noqa: B027 (to look at it would wait for the device)
+        """Raise where a solve gave no solution."""
 
     def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
         """The nudged problems as solvers see them."""

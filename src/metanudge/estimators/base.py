@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from metanudge.engines import Inner
 from metanudge.estimators.total import MetaGradient
+from metanudge.names import some
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solution, Solver
 
@@ -56,11 +57,9 @@ def refuse_stiffness(estimator: Estimator, problem: TwoLevels, why: str) -> None
 def refuse_shared(estimator: Estimator, problem: TwoLevels, why: str) -> None:
     """Raise where some layers are shared."""
     if problem.shared:
-        names = list(problem.shared)
-        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ValueError(
-            f"{type(estimator).__name__} has no gradient for parameters that do not adapt ({some}): {why}. Use FOBMAML, MAML, IMAML, "
-            "FOMAML or Exact, leave adapt out, or freeze them with requires_grad_(False)."
+            f"{type(estimator).__name__} has no gradient for parameters that do not adapt ({some(list(problem.shared), 3)}): {why}. Use FOBMAML, "
+            "MAML, IMAML, FOMAML or Exact, leave adapt out, or freeze them with requires_grad_(False)."
         )
 
 

@@ -16,7 +16,7 @@ from metanudge.estimators.shrinkage import check_unshrink, unshrunk
 from metanudge.estimators.stencils import STENCILS, StartName, StencilName
 from metanudge.estimators.tangent import add_tangent
 from metanudge.estimators.total import MetaGradient
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.params import Params, tiled
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Solution, Solver, check_positive

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.params import Params, dot
 from metanudge.proximal.base import Force
 from metanudge.proximal.diagonal import Diagonal, multiply_by

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.tasks.draws import choose, episode_keys, root_key
 from metanudge.tasks.episodes import SPLITS, Split, check_split
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tasks.draws import Keys, episode_keys, root_key
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.tasks.classification import ClassEpisodes, Pool
 from metanudge.tasks.omniglot_archive import DRAWERS
 from metanudge.tasks.omniglot_files import load_omniglot

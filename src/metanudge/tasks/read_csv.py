@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metanudge.near import near
-from metanudge.tasks.names import shown, some
+from metanudge.names import near, shown, some
 
 DELIMITERS = (",", ";", "\t", "|")
 _SPELLED = {"tab": "\t", r"\t": "\t"}

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metanudge.names import shown
 from metanudge.tasks.images import FORMATS, as_seen, image_tensor, opened
-from metanudge.tasks.names import shown
 from metanudge.tasks.unpack import read_arrays
 
 ARRAYS = (".npy", ".npz", ".csv")

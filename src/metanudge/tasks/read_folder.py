@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from metanudge.names import shown, some
 from metanudge.tasks.images import is_grey, opened, upright_size
-from metanudge.tasks.names import shown, some
 from metanudge.tasks.read_file import ARRAYS, KINDS, is_example, parse, read_bytes, unreadable
 
 ImageSize = int | tuple[int, int] | Literal["auto"] | None

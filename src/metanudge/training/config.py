@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.training.errors import UserError
 from metanudge.training.files import read_text
 from metanudge.training.precision import Precision
@@ -166,10 +166,6 @@ class TrainConfig:
             raise UserError(f"--lam-lr {self.lam_lr} was given, but λ is not learned. Add --learn-lam tensor, or leave --lam-lr out.")
         if not self.patterns:
             raise UserError(f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of names such as 'head.*'.")
-        for name, value in self.to_dict().items():
-            if isinstance(value, str) and not value.isprintable() and value != value.encode(errors="ignore").decode():
-                shown = value.encode(errors="surrogateescape")
-                raise UserError(f"{flag(name)} {shown!r} is not valid UTF-8, so no configuration can hold it. Rename the file or folder.")
         if self.iterations * self.tasks >= 1 << 63:
             raise UserError(
                 f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be numbered: 2**63. Use fewer."
@@ -280,6 +276,11 @@ def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
 
 
 def _check_text(what: str, value: Any) -> None:
-    """Settings are shown on terminals, in help texts and tables that others draw: none may give a terminal orders."""
-    if isinstance(value, str) and printable(value) != value:
+    """Settings are written to files and shown on terminals: all must be text, and none may give a terminal orders."""
+    if not isinstance(value, str):
+        return
+    if printable(value) != value:
         raise UserError(f"{what} is {value!r}, which has control characters in it. Remove them.")
+    if value != value.encode(errors="ignore").decode():
+        name = value.encode(errors="surrogateescape")
+        raise UserError(f"{what} {name!r} is not valid UTF-8, so no configuration can hold it. Rename the file or folder.")

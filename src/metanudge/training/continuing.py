@@ -44,7 +44,7 @@ def check_unchanged(plan: Plan, config: TrainConfig, source: Episodes) -> TrainC
 
 def check_data(plan: Plan, source: Episodes, *, allow: bool, note: Callable[[str], None]) -> None:
     """Refuse to go on with other data than those the checkpoint was trained on, unless that is allowed."""
-    was, now = plan.checkpoint.state.get("data_sha256") if plan.checkpoint is not None else None, fingerprint(source)
+    was, now = plan.checkpoint.state.get("data_sha256") if plan.checkpoint is not None else None, source.fingerprint()
     if was is None or now is None or was == now:
         return
     assert plan.saved is not None
@@ -54,12 +54,6 @@ def check_data(plan: Plan, source: Episodes, *, allow: bool, note: Callable[[str
             "result would be of neither. Put the data back, start a new run, or go on nevertheless with --allow-changed-data."
         )
     note(f"{plan.saved.data} has changed since this run was trained on it: from here on it is another run.")
-
-
-def fingerprint(source: Episodes) -> str | None:
-    """The sha256 of a source's data; None where they are made from numbers alone."""
-    made: Callable[[], str | None] | None = getattr(source, "fingerprint", None)
-    return made() if made is not None else None
 
 
 def say_what_differs(plan: Plan, config: TrainConfig, now: Mapping[str, Any], note: Callable[[str], None]) -> None:

@@ -21,7 +21,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 _held: set[BinaryIO] = set()
 
@@ -94,7 +94,7 @@ def _locked(folder: Path, note: Callable[[str], None]) -> BinaryIO:
             raise OSError(errno.ENOSYS, "this system has none that metanudge knows")
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             stream.close()
             raise UserError(_in_use(folder) if isinstance(error, BlockingIOError) else f"{folder} cannot be locked ({error}).") from error
         note(f"{folder} is on a file system without locks ({error.strerror}): see to it that no other process trains in it.")

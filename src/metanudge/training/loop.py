@@ -29,7 +29,6 @@ from metanudge.tasks.episodes import Split
 from metanudge.training.checkpoint import CheckpointError, CheckpointStore
 from metanudge.training.combine import Own, combine
 from metanudge.training.config import TrainConfig
-from metanudge.training.continuing import fingerprint
 from metanudge.training.distributed import Group
 from metanudge.training.divergence import DivergenceWatch
 from metanudge.training.duration import DurationWatch
@@ -328,7 +327,7 @@ class Trainer:
             "version": __version__,
             "environment": environment(self.device, processes=self.group.world),
             "config": self.config.to_dict(),
-            "data_sha256": fingerprint(self.source),
+            "data_sha256": self.source.fingerprint(),
             "shapes": DataShapes.of(self.source).to_dict(),
             "optimizer": self.optimizer.state_dict(),
             "lrs": self._lrs,

@@ -12,7 +12,6 @@ import torch
 
 from metanudge.engines import StackedEngine
 from metanudge.engines.room import free_memory
-from metanudge.estimators import IMAML, MAML
 from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
 from metanudge.training.config import TrainConfig
@@ -76,8 +75,7 @@ def _data(config: TrainConfig, source: Episodes, tasks: int) -> dict[str, int]:
 def _at_once(learner: MetaLearner, source: Episodes) -> float:
     """How many solves are held side by side; 1 where the memory decides, as it does on a GPU and for second derivatives."""
     engine, _ = learner.choose_engine(source.batch([0]))
-    decided = isinstance(learner.estimator, (MAML, IMAML)) or getattr(learner.estimator, "stencil", None) == "tangent"
-    if not isinstance(engine, StackedEngine) or source.device.type != "cpu" or decided:
+    if not isinstance(engine, StackedEngine) or source.device.type != "cpu" or learner.estimator.graphs(learner.solver):
         return 1
     return engine.chunk or math.inf
 

@@ -29,6 +29,7 @@ from torch import nn
 from metanudge import tasks
 from metanudge.engines.randomness import mix
 from metanudge.learner import MetaLearner
+from metanudge.names import some
 from metanudge.tasks import Episodes
 from metanudge.tasks.images import is_picture
 from metanudge.tasks.omniglot_files import DownloadError
@@ -200,17 +201,13 @@ def _load_part(module: nn.Module, part: str, checkpoint: Checkpoint) -> None:
     ]
     if missing or unknown or reshaped:
         parts = [("not in the checkpoint", missing), ("only in the checkpoint", unknown), ("of another shape", reshaped)]
-        detail = "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+        detail = "; ".join(f"{what}: {some(names, 3)}" for what, names in parts if names)
         what = "model" if part == "model" else "learned stiffness"
         raise UserError(
             f"The {what} has changed since {checkpoint.folder} was saved ({detail}). Resume "
             "with the model it was trained with, or start a new run."
         )
     module.load_state_dict(saved)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # --- From a configuration to objects ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metanudge import models
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.task import TaskBatch
 from metanudge.training.errors import UserError
 from metanudge_lab.bench.workload import Shape, Workload

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.training.errors import UserError
 from metanudge_lab.bench.workload import Workload
 

@@ -17,7 +17,7 @@ from metanudge_lab.experiments import ablation_figures, fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.network_errors import TARGETS, Exact
-from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, make_trial
+from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, Sizes, make_recipe, make_trial
 from metanudge_lab.experiments.spread import Mean, Spread, short
 from metanudge_lab.experiments.variants import DATA, POINTS, Variant, accuracy, all_variants, cosine, trained_variants
 
@@ -111,8 +111,8 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     fewshot.release(device)
     estimator = Variant.of(cell).estimator
     if cell["part"] == "omniglot":
-        trial, _ = make_trial(FIVE_WAY[0], estimator, queries=15, channels=64, glyphs=False, seed=seed, device=device)
-        recipe = fewshot.Recipe(config.omniglot_inner, config.omniglot_rate, config.omniglot_iterations, 32, cosine=True)
+        trial, _ = make_trial(FIVE_WAY[0], estimator, Sizes(), seed=seed, device=device)
+        recipe = make_recipe(FIVE_WAY[0], config.omniglot_inner, config.omniglot_rate, config.omniglot_iterations, Sizes())
         with computing_in("tf32", device):
             return [_scores(trial, recipe, config)]
     if cell["part"] in ("sinusoid", "overshoot"):
@@ -267,7 +267,7 @@ def _gain(result: Result[Config], default: Variant, other: Variant, part: str, k
 def _shown(found: Mean | None) -> Shown | None:
     if found is None:
         return None
-    return Shown(found.mean, f"{found.mean:.3f}" if math.isnan(found.ci95) else f"{found.mean:.3f} ± {found.ci95:.3f}")
+    return Shown.of(found, 3)
 
 
 EXPERIMENT = Experiment(

@@ -53,7 +53,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
-from metanudge_lab.experiments.spread import sentence
+from metanudge_lab.experiments.spread import Mean, sentence
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +121,11 @@ class Shown:
 
     value: float
     text: str
+
+    @classmethod
+    def of(cls, found: Mean, digits: int) -> Shown:
+        """A mean with its interval."""
+        return cls(found.mean, found.text(digits))
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def table(result: Result[Config]) -> Table:
             by_iteration = dict(zip(at, means, strict=True))
             chosen = dict.fromkeys((row["inner"], row["rate"]) for row in result.rows(kind="curve", method=method))
             rates = "; ".join(f"{inner:g}, {rate:g}" for inner, rate in chosen)
-            rows.append((method, *[Shown(by_iteration[k].mean, _plain(by_iteration[k])) for k in shown], rates))
+            rows.append((method, *[Shown.of(by_iteration[k], 3) for k in shown], rates))
     return Table(("method", *(f"after {k} iterations" for k in shown), "inner and meta-learning rate"), rows)
 
 
@@ -191,14 +191,14 @@ def judge(result: Result[Config]) -> Verdict:
         parts += 2
         if not round(ours[last].mean, 2) >= FINAL_ACCURACY:
             best = max(means, key=lambda method: means[method][last].mean)
-            highest = f"the best of all methods is {best} with {_plain(means[best][last])}"
-            wrong.append(f"FO-B-MAML ends at {_plain(ours[last])}, below {FINAL_ACCURACY:g}; {highest}")
+            highest = f"the best of all methods is {best} with {means[best][last].text(3)}"
+            wrong.append(f"FO-B-MAML ends at {ours[last].text(3)}, below {FINAL_ACCURACY:g}; {highest}")
         if not ours[last].mean >= maml[last].mean - COMPETITIVE:
             wrong.append(f"FO-B-MAML ends {maml[last].mean - ours[last].mean:.3f} below MAML")
     measured = (
-        f"FO-B-MAML reaches {highest_early:.3f} within {early} iterations; after {last} it has {_plain(ours[last])}, with the gradient "
-        f"nudge {_plain(means[m.GRADIENT][last])}, MAML {_plain(maml[last])}, iMAML {_plain(means[m.IMAML][last])} "
-        f"({_plain(means[m.DAMPED][last])} if damped), FO-MAML {_plain(fomaml[last])}, Reptile {_plain(means[m.REPTILE][last])}."
+        f"FO-B-MAML reaches {highest_early:.3f} within {early} iterations; after {last} it has {ours[last].text(3)}, with the gradient "
+        f"nudge {means[m.GRADIENT][last].text(3)}, MAML {maml[last].text(3)}, iMAML {means[m.IMAML][last].text(3)} "
+        f"({means[m.DAMPED][last].text(3)} if damped), FO-MAML {fomaml[last].text(3)}, Reptile {means[m.REPTILE][last].text(3)}."
     )
     open_part = "" if last >= LAST else f" What holds after {LAST} iterations was not measured here."
     if not wrong:
@@ -248,10 +248,6 @@ def _at_grid(result: Result[Config], inner: float, rate: float) -> float:
 
 def _last_before(result: Result[Config], iteration: int) -> int:
     return max(k for k in result.config.at if k <= iteration)
-
-
-def _plain(found: Mean) -> str:
-    return f"{found.mean:.3f}" if found.ci95 != found.ci95 else f"{found.mean:.3f} ± {found.ci95:.3f}"
 
 
 def _alt(result: Result[Config]) -> str:

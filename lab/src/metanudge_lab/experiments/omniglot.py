@@ -18,7 +18,7 @@ from metanudge_lab import style
 from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
-from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, TWENTY_WAY, make_trial, watched
+from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, TWENTY_WAY, Sizes, make_recipe, make_trial, watched
 from metanudge_lab.experiments.spread import Mean, paired
 
 MORE_STEPS = 16  # with which the published iMAML adapts
@@ -41,7 +41,7 @@ PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the measurement.
 
     Attributes:
@@ -51,10 +51,8 @@ class Config:
         long: meta-steps of the longer runs of FO-B-MAML, or 0.
         longest: those of one run still longer, with the variant that learns fastest, in each setting.
         seeds, second_order_seeds, long_seeds, extra_seeds: how many runs.
-        inner_rates, meta_rates: the grid, the same for every method.
-        tuning: meta-steps per pair of the grid; the best `tuning_keep` of a round go on to the next.
-        tasks, many_way_tasks: per meta-step.
-        glyphs: take invented characters where Omniglot is not at hand.
+        inner_rates: of the grid of learning rates.
+        tuning_keep: how many pairs of the grid go on to the next round.
     """
 
     settings: tuple[str, ...] = FIVE_WAY
@@ -70,17 +68,7 @@ class Config:
     long_seeds: int = 1
     extra_seeds: int = 1
     inner_rates: tuple[float, ...] = (0.05, 0.1)
-    meta_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    tuning: tuple[int, ...] = (150, 1000)
     tuning_keep: int = 2
-    tasks: int = 32
-    many_way_tasks: int = 16
-    queries: int = 15
-    channels: int = 64
-    val_tasks: int = 200
-    watch_tasks: int = 500
-    test_tasks: int = 2000
-    glyphs: bool = False
 
     @classmethod
     def quick(cls) -> Config:
@@ -137,8 +125,8 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
             {"kind": "tuning", "inner": one.inner, "rate": one.rate, "iteration": one.iterations, "accuracy": score}
             for one, score in zip(tried, scores, strict=True)
         ]
-        trial, data = _trial(setting, method, config, device, seed=seed)
-        recipe = fewshot.Recipe(best.inner, best.rate, last, best.tasks, cosine=True)
+        trial, data = make_trial(setting, ESTIMATORS[method], config, seed=seed, device=device)
+        recipe = make_recipe(setting, best.inner, best.rate, last, config)
         begin, testing = time.perf_counter(), 0.0
 
         def see(iteration: int, learner: mn.MetaLearner) -> None:
@@ -167,10 +155,9 @@ def remember(result: Result[Config]) -> None:
     config = result.config
     for one in result.measured:
         setting, method = str(one.cell["setting"]), str(one.cell["method"])
-        tasks = config.many_way_tasks if setting in TWENTY_WAY else config.tasks
 
-        def recipe(row: Row, iterations: Any, tasks: int = tasks) -> fewshot.Recipe:
-            return fewshot.Recipe(float(row["inner"] or 0), float(row["rate"] or 0), int(iterations), tasks, cosine=True)
+        def recipe(row: Row, iterations: Any, setting: str = setting) -> fewshot.Recipe:
+            return make_recipe(setting, float(row["inner"] or 0), float(row["rate"] or 0), int(iterations), config)
 
         tried = [row for row in one.rows if row["kind"] == "tuning"]
         best = recipe(next(row for row in one.rows if row["kind"] == "test"), config.tuning[-1])
@@ -182,16 +169,10 @@ def tuned(setting: str, method: str, config: Config, device: torch.device) -> Tu
     """The best pair of learning rates for a setting and method, on a model and a stream of tasks of its own; the same for all seeds."""
     if (setting, method, config) in _known:
         return _known[setting, method, config]
-    trial, _ = _trial(setting, method, config, device, seed=1000)
-    tasks = config.many_way_tasks if setting in TWENTY_WAY else config.tasks
-    pairs = [(inner, rate) for inner in config.inner_rates for rate in config.meta_rates]
-    recipes = [fewshot.Recipe(inner, rate, config.tuning[-1], tasks, cosine=True) for inner, rate in pairs]
+    trial, _ = make_trial(setting, ESTIMATORS[method], config, seed=1000, device=device)
+    grid = itertools.product(config.inner_rates, config.meta_rates)
+    recipes = [make_recipe(setting, inner, rate, config.tuning[-1], config) for inner, rate in grid]
     return fewshot.best_recipe(trial, recipes, config.tuning, keep=config.tuning_keep, tasks=config.val_tasks)
-
-
-def _trial(setting: str, method: str, config: Config, device: torch.device, *, seed: int) -> tuple[fewshot.Trial, str]:
-    sizes = {"queries": config.queries, "channels": config.channels}
-    return make_trial(setting, ESTIMATORS[method], **sizes, glyphs=config.glyphs, seed=seed, device=device)
 
 
 def recipe_of(best: fewshot.Recipe) -> dict[str, float]:
@@ -272,7 +253,7 @@ def table(result: Result[Config]) -> Table:
                     rates = f"{used['inner']:g}, {used['rate']:g}"
                     minutes = Shown(sum(times) / len(times) / 60, f"{sum(times) / len(times) / 60:.2g}")
                     more = final(result, setting, method, length, kind="more steps")
-                    shown = (_shown(found), None if more is None else _shown(more))
+                    shown = (Shown.of(found, 2), None if more is None else Shown.of(more, 2))
                     rows.append((setting, method, length, *shown, len(times), minutes, rates, _published(method, setting)))
     accuracy = ("accuracy, %", f"with {MORE_STEPS} steps, %")
     return Table(("setting", "method", "meta-steps", *accuracy, "seeds", "minutes", "inner, meta-rate", "published, %"), rows)
@@ -287,11 +268,11 @@ def judge(result: Result[Config]) -> Verdict:
         mean, ci = PUBLISHED[m.LOSS][setting]
         parts += 1
         if not ours.mean + _half(ours) >= mean - ci:
-            wrong.append(f"{setting}: {_plain(ours)} %, where {mean:g} ± {ci:g} is published")
+            wrong.append(f"{setting}: {ours.text(2)} %, where {mean:g} ± {ci:g} is published")
         parts += 1
         imaml, imaml_ci = PUBLISHED[m.IMAML][setting]
         if not ours.mean + _half(ours) >= imaml - imaml_ci:
-            wrong.append(f"{setting}: {_plain(ours)} %, where {imaml:g} ± {imaml_ci:g} is published for iMAML")
+            wrong.append(f"{setting}: {ours.text(2)} %, where {imaml:g} ± {imaml_ci:g} is published for iMAML")
         last = result.config.iterations
         same = final(result, setting, m.LOSS, last)
         rivals = {method: final(result, setting, method, last) for method in (m.IMAML, m.DAMPED)}
@@ -302,15 +283,15 @@ def judge(result: Result[Config]) -> Verdict:
             ahead = paired_by_seed(result, setting, best, m.LOSS, last)
             if ahead.mean - _half(ahead) > 0:
                 more = [final(result, setting, method, last, kind="more steps") for method in (m.LOSS, best)]
-                both = " against ".join(_plain(one) for one in more if one is not None)
+                both = " against ".join(one.text(2) for one in more if one is not None)
                 apart = f"{ahead.mean:.2f}" if math.isnan(ahead.ci95) else f"{ahead.mean:.2f} ± {ahead.ci95:.2f}"
-                means = f"{_plain(same)} against {_plain(found[best])} %, {apart} points apart, paired by seed"
+                means = f"{same.text(2)} against {found[best].text(2)} %, {apart} points apart, paired by seed"
                 text = f"{setting}: below our iMAML with as many meta-steps ({means})"
                 wrong.append(f"{text}; where adaptation takes {MORE_STEPS} steps instead of {m.STEPS}, {both} %" if both else text)
         if result.config.long:
             parts += 1
             if same is not None and not ours.mean > same.mean:
-                wrong.append(f"{setting}: longer training does not help ({_plain(same)}, then {_plain(ours)} %)")
+                wrong.append(f"{setting}: longer training does not help ({same.text(2)}, then {ours.text(2)} %)")
     measured = _measured(result)
     if not wrong:
         return Verdict(
@@ -358,11 +339,11 @@ def _measured(result: Result[Config]) -> str:
     for setting in result.distinct("setting"):
         length = result.config.iterations
         found = {method: final(result, setting, method, length) for method in ESTIMATORS}
-        each = ", ".join(f"{method} {_plain(one)}" for method, one in found.items() if one is not None)
+        each = ", ".join(f"{method} {one.text(2)}" for method, one in found.items() if one is not None)
         texts.append(f"{setting} after {length} meta-steps: {each}")
         for longer in sorted({count for method in LONG_METHODS for count in lengths(result, setting, method) if count > length}):
             ends = {method: final(result, setting, method, longer) for method in LONG_METHODS}
-            more = ", ".join(f"{method} {_plain(one)}" for method, one in ends.items() if one is not None)
+            more = ", ".join(f"{method} {one.text(2)}" for method, one in ends.items() if one is not None)
             texts += [f"after {longer}: {more}"] if more else []
     return "; ".join(texts) + " (percent)."
 
@@ -376,14 +357,6 @@ def _curve(result: Result[Config], setting: str, method: str, length: int) -> tu
 
 def _half(found: Mean) -> float:
     return 0.0 if math.isnan(found.ci95) else found.ci95
-
-
-def _plain(found: Mean) -> str:
-    return f"{found.mean:.2f}" if math.isnan(found.ci95) else f"{found.mean:.2f} ± {found.ci95:.2f}"
-
-
-def _shown(found: Mean) -> Shown:
-    return Shown(found.mean, _plain(found))
 
 
 def _published(method: str, setting: str) -> Shown | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
 from metanudge_lab.experiments.omniglot import PUBLISHED, SHIFTED
-from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, TWENTY_WAY, make_trial, watched
+from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, Sizes, make_recipe, make_trial, watched
 from metanudge_lab.experiments.spread import Mean, paired, sentence
 
 AUTOMATIC = "FO-B-MAML, automatic ν"
@@ -33,34 +34,22 @@ PLAN: tuple[tuple[str, tuple[str, ...], int, int], ...] = ((FIVE_WAY[0], tuple(E
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the measurement.
 
     Attributes:
         shorten: divide the plan's numbers of meta-steps by this.
         seeds: at most so many of the plan's.
-        inner_rates, meta_rates: the grid, the same for every method.
-        tuning: meta-steps per pair of the grid; the best `tuning_keep` of a round go on to the next.
-        tasks, many_way_tasks: per meta-step.
+        inner_rates: of the grid of learning rates.
+        tuning_keep: how many pairs of the grid go on to the next round.
         adapt_steps: with how many steps the trained learners adapt.
-        glyphs: take invented characters where Omniglot is not at hand.
     """
 
     shorten: int = 1
     seeds: int = 3
     inner_rates: tuple[float, ...] = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4)
-    meta_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    tuning: tuple[int, ...] = (150, 1000)
     tuning_keep: int = 3
-    tasks: int = 32
-    many_way_tasks: int = 16
-    queries: int = 15
-    channels: int = 64
     adapt_steps: tuple[int, ...] = (1, 2, 3, 5, 8, 12, 16, 25, 50)
-    val_tasks: int = 200
-    watch_tasks: int = 500
-    test_tasks: int = 2000
-    glyphs: bool = False
 
     @classmethod
     def quick(cls) -> Config:
@@ -103,18 +92,15 @@ _known: dict[tuple[str, str, Config], fewshot.Recipe] = {}
 def remember(result: Result[Config]) -> None:
     """Learning rates that were found before."""
     for row in result.rows(kind="chosen"):
-        recipe = _recipe(str(row["setting"]), float(row["inner"]), float(row["rate"]), result.config)
+        setting, inner, rate = str(row["setting"]), float(row["inner"]), float(row["rate"])
+        recipe = make_recipe(setting, inner, rate, result.config.tuning[-1], result.config)
         _known[str(row["setting"]), str(row["method"]), result.config] = recipe
 
 
-def _recipe(setting: str, inner: float, rate: float, config: Config) -> fewshot.Recipe:
-    tasks = config.many_way_tasks if setting in TWENTY_WAY else config.tasks
-    return fewshot.Recipe(inner, rate, config.tuning[-1], tasks, cosine=True)
-
-
 def _search(setting: str, method: str, config: Config, device: torch.device) -> list[Row]:
-    trial, _ = _trial(setting, method, config, device, seed=1000)
-    recipes = [_recipe(setting, inner, rate, config) for inner in config.inner_rates for rate in config.meta_rates]
+    trial, _ = make_trial(setting, ESTIMATORS[method], config, seed=1000, device=device)
+    grid = itertools.product(config.inner_rates, config.meta_rates)
+    recipes = [make_recipe(setting, inner, rate, config.tuning[-1], config) for inner, rate in grid]
     best, tried, scores = fewshot.best_recipe(trial, recipes, config.tuning, keep=config.tuning_keep, tasks=config.val_tasks)
     _known[setting, method, config] = best
     rows: list[Row] = [
@@ -128,7 +114,7 @@ def _training(setting: str, method: str, last: int, seed: int, config: Config, d
     if (setting, method, config) not in _known:
         _search(setting, method, config, device)
     best = _known[setting, method, config]
-    trial, data = _trial(setting, method, config, device, seed=seed)
+    trial, data = make_trial(setting, ESTIMATORS[method], config, seed=seed, device=device)
     about: Row = {"inner": best.inner, "rate": best.rate, "data": data}
     rows: list[Row] = []
     begin, testing = time.perf_counter(), 0.0
@@ -148,15 +134,10 @@ def _training(setting: str, method: str, last: int, seed: int, config: Config, d
                 rows.append({"kind": split, "steps": steps, "tasks": len(tested), **about, **fewshot.summary(tested)})
         testing += time.perf_counter() - now
 
-    recipe = fewshot.Recipe(best.inner, best.rate, last, best.tasks, cosine=True)
+    recipe = make_recipe(setting, best.inner, best.rate, last, config)
     if not trial.train(recipe, at=watched(last), see=see):
         rows.append({"kind": "diverged", **about})
     return rows
-
-
-def _trial(setting: str, method: str, config: Config, device: torch.device, *, seed: int) -> tuple[fewshot.Trial, str]:
-    sizes = {"queries": config.queries, "channels": config.channels}
-    return make_trial(setting, ESTIMATORS[method], **sizes, glyphs=config.glyphs, seed=seed, device=device)
 
 
 def _accuracies(result: Result[Config], setting: str, method: str, iterations: int, steps: int) -> list[float]:
@@ -224,7 +205,7 @@ def table(result: Result[Config]) -> Table:
     rows = []
     for setting, method, iterations in _runs(result):
         found = {k: _accuracies(result, setting, method, iterations, k) for k in steps}
-        shown = [_shown(Mean.of(found[k])) if found[k] else None for k in steps]
+        shown = [Shown.of(Mean.of(found[k]), 2) if found[k] else None for k in steps]
         where = {"setting": setting, "method": method, "iterations": iterations}
         costs = result.rows(kind="cost", **where)
         gradients = costs[0]["support_gradients"] + costs[0]["query_gradients"] if costs else None
@@ -263,17 +244,9 @@ def _measured(result: Result[Config]) -> str:
     texts = []
     for setting, method, iterations in _runs(result):
         found = {k: _accuracies(result, setting, method, iterations, k) for k in (m.STEPS, max(result.config.adapt_steps))}
-        each = ", ".join(f"{_plain(Mean.of(values))} with {k} steps" for k, values in found.items() if values)
+        each = ", ".join(f"{Mean.of(values).text(2)} with {k} steps" for k, values in found.items() if values)
         texts.append(f"{method}, {setting}, {iterations} meta-steps: {each or 'diverged'}")
     return sentence(*texts) if texts else ""
-
-
-def _plain(found: Mean) -> str:
-    return f"{found.mean:.2f}" if found.ci95 != found.ci95 else f"{found.mean:.2f} ± {found.ci95:.2f}"
-
-
-def _shown(found: Mean) -> Shown:
-    return Shown(found.mean, _plain(found))
 
 
 EXPERIMENT = Experiment(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import torch
 
@@ -27,13 +28,40 @@ def watched(iterations: int) -> list[int]:
     return sorted({max(1, round(iterations * share)) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)})
 
 
-def make_trial(
-    setting: str, estimator: Estimator, *, queries: int, channels: int, glyphs: bool, seed: int, device: torch.device
-) -> tuple[fewshot.Trial, str]:
+@dataclass(frozen=True)
+class Sizes:
+    """What all measurements on Omniglot set.
+
+    Attributes:
+        meta_rates: of the grid of learning rates, the same for every method.
+        tuning: meta-steps per pair of the grid; the best of a round go on to the next.
+        tasks, many_way_tasks: per meta-step.
+        glyphs: take invented characters where Omniglot is not at hand.
+    """
+
+    meta_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    tuning: tuple[int, ...] = (150, 1000)
+    tasks: int = 32
+    many_way_tasks: int = 16
+    queries: int = 15
+    channels: int = 64
+    val_tasks: int = 200
+    watch_tasks: int = 500
+    test_tasks: int = 2000
+    glyphs: bool = False
+
+
+def make_recipe(setting: str, inner: float, rate: float, iterations: int, sizes: Sizes) -> fewshot.Recipe:
+    """Training with these learning rates."""
+    tasks = sizes.many_way_tasks if setting in TWENTY_WAY else sizes.tasks
+    return fewshot.Recipe(inner, rate, iterations, tasks, cosine=True)
+
+
+def make_trial(setting: str, estimator: Estimator, sizes: Sizes, *, seed: int, device: torch.device) -> tuple[fewshot.Trial, str]:
     """What is trained in a setting such as "5-way 1-shot", and the name of its data."""
     ways, shots = map(int, re.findall(r"\d+", setting))
-    source, name = tasks_of(ways, shots, queries, glyphs=glyphs, seed=seed, device=device)
-    model = m.seeded(seed, lambda: Conv4(ways=ways, channels=channels), device)
+    source, name = tasks_of(ways, shots, sizes.queries, glyphs=sizes.glyphs, seed=seed, device=device)
+    model = m.seeded(seed, lambda: Conv4(ways=ways, channels=sizes.channels), device)
     return fewshot.Trial(model, estimator, source), name
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.training.device import device_called
 from metanudge.training.errors import UserError
 from metanudge_lab.experiments import available, store

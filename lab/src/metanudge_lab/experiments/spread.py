@@ -53,23 +53,29 @@ def sentence(*parts: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-# The 97.5 % quantile of Student's t with 1, 2, 3 … degrees of freedom.
-_T = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139,
-      2.200985, 2.178813, 2.160369, 2.144787, 2.131450, 2.119905, 2.109816, 2.100922, 2.093024, 2.085963,
-      2.079614, 2.073873, 2.068658, 2.063899, 2.059539, 2.055529, 2.051831, 2.048407, 2.045230, 2.042272)  # fmt: skip
-
-
 def t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t; beyond 30 degrees of freedom by Cornish and Fisher's expansion (to 1e-5).
+    """The 97.5 % quantile of Student's t, by bisection of its distribution function.
 
     Example:
         >>> round(t_quantile(2), 3), round(t_quantile(120), 3)
         (4.303, 1.98)
     """
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    z = 1.959964
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    low, high = 1.9, 12.8  # those of infinitely many degrees of freedom and of one lie between
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_within(middle, freedom) < 0.95 else (low, middle)
+    return (low + high) / 2
+
+
+def _t_within(t: float, freedom: int) -> float:
+    """P(|T| < t) as a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    odd = freedom % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (k - 1) / k
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,15 @@ class Mean:
         n = len(values)
         mean = math.fsum(values) / n
         return cls(mean, t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan)
+
+    def text(self, digits: int) -> str:
+        """Such as "97.53 ± 0.12"; without an interval where there is none.
+
+        Example:
+            >>> Mean(0.9753, 0.0123).text(2), Mean(0.9753, math.nan).text(2)
+            ('0.98 ± 0.01', '0.98')
+        """
+        return f"{self.mean:.{digits}f}" + ("" if math.isnan(self.ci95) else f" ± {self.ci95:.{digits}f}")
 
 
 def paired(ones: Sequence[float], others: Sequence[float]) -> Mean:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.training.errors import UserError
 
 

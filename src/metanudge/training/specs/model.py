@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from metanudge import models
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.training.errors import UserError
 from metanudge.training.specs.language import Spec, known, normal, split, split_options
 from metanudge.training.specs.targets import convert, make, parameters

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.training.errors import UserError
 from metanudge.training.specs.values import typed
 

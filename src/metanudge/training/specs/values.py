@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from metanudge.near import near
+from metanudge.names import near
 from metanudge.training.errors import UserError
 from metanudge.training.specs.language import split_commas
 

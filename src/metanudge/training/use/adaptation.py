@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 import torch
 
 from metanudge.estimators import NonFiniteError
+from metanudge.names import some
 from metanudge.training import runs
 from metanudge.training.errors import UserError
 from metanudge.training.evaluation import with_support_statistics
@@ -40,7 +39,7 @@ def adapt(
     classes = tuple(sorted(set(labels)))
     if len(classes) != run.shapes.num_outputs:
         raise UserError(
-            f"--support {support} has {len(classes)} classes ({_some(classes)}), but {run.folder} was trained for "
+            f"--support {support} has {len(classes)} classes ({some(classes, 8)}), but {run.folder} was trained for "
             f"{run.shapes.num_outputs} ways. Give exactly {run.shapes.num_outputs} classes, or train a run with --ways {len(classes)}."
         )
     device = next(run.learner.parameters()).device
@@ -55,7 +54,3 @@ def adapt(
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return Classifier(model, classes, how, inputs, tuple(labels.count(name) for name in classes))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(islice(names, 8)) + (", …" if len(names) > 8 else "")

@@ -1,8 +1,9 @@
-"""Names from files and folders, fit to be shown."""
+"""Names in messages: shown safely, a few of many, and what a misspelled one may have meant."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def shown(name: object) -> str:
@@ -24,3 +25,14 @@ def some(names: Sequence[object], most: int = 10) -> str:
     """
     more = len(names) - most
     return ", ".join(shown(name) for name in names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def near(name: object, names: Iterable[str]) -> str:
+    """ " Did you mean …?" for an error message, or nothing when no name is close.
+
+    Example:
+        >>> near("validation", ["train", "val", "test"])
+        " Did you mean 'val'?"
+    """
+    found = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.4)
+    return f" Did you mean {found[0]!r}?" if found else ""
