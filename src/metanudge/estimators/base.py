@@ -58,8 +58,8 @@ def refuse_shared(estimator: Estimator, problem: TwoLevels, why: str) -> None:
     """Raise where some layers are shared."""
     if problem.shared:
         raise ValueError(
-            f"{type(estimator).__name__} has no gradient for parameters that do not adapt ({some(list(problem.shared), 3)}): {why}. Use FOBMAML, "
-            "MAML, IMAML, FOMAML or Exact, leave adapt out, or freeze them with requires_grad_(False)."
+            f"{type(estimator).__name__} has no gradient for parameters that do not adapt ({some(list(problem.shared), 3)}): {why}. "
+            "Use FOBMAML, MAML, IMAML, FOMAML or Exact, leave adapt out, or freeze them with requires_grad_(False)."
         )
 
 
