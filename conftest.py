@@ -1,6 +1,7 @@
 """Settings of the whole suite."""
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("threads"))
+    # A shell starts background jobs deaf to Ctrl-C, and their children inherit it; the tests send it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if (seed := config.getoption("perturb")) is not None:
         perturbation.start(seed)
 
