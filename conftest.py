@@ -13,32 +13,54 @@ import torch
 import perturbation
 
 # Triton comes with torch for CUDA; elsewhere the modules with its kernels cannot even be imported.
-NAMES = ("fused", "head", "trunk/cuda", "trunk/kernels", "trunk/first_kernels", "trunk/tail", "trunk/tail_kernels")
+NAMES = (
+    "fused",
+    "head",
+    "trunk/cuda",
+    "trunk/kernels",
+    "trunk/first_kernels",
+    "trunk/tail",
+    "trunk/tail_kernels",
+)
 TRITON = [f"src/metanudge/engines/{name}.py" for name in NAMES]
 collect_ignore = [] if importlib.util.find_spec("triton") else TRITON
 
 ROOT = Path(__file__).parent
-# Where results are compared to tolerances of rounding: these must hold for every CPU's arithmetic (`make test-numerics`).
+# Where results are compared to tolerances of rounding: these must hold for every CPU's arithmetic
+# (`make test-numerics`).
 NUMERICAL = [
     ROOT / "tests" / name
     for name in (
         *("bilevel", "engines", "estimators", "proximal", "solvers"),
-        *("test_conformance.py", "test_gradcheck.py", "test_learner.py", "test_models.py", "test_optim.py", "test_shared.py"),
+        *(
+            "test_conformance.py",
+            "test_gradcheck.py",
+            "test_learner.py",
+            "test_models.py",
+            "test_optim.py",
+            "test_shared.py",
+        ),
         *("test_tuning.py", "training/test_auto_nu.py", "training/test_stiffness.py"),
     )
-] + [ROOT / "lab" / "tests" / "experiments" / name for name in ("test_theory.py", "test_quadratics.py")]
+] + [
+    ROOT / "lab" / "tests" / "experiments" / name
+    for name in ("test_theory.py", "test_quadratics.py")
+]
 assert all(place.exists() for place in NUMERICAL), NUMERICAL
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--perturb", type=int, metavar="SEED", help="change every θ that the tests draw by an ulp")
-    # The tests' tensors are tiny: one thread is faster than handing work over, much faster where cores are shared.
+    parser.addoption(
+        "--perturb", type=int, metavar="SEED", help="change every θ that the tests draw by an ulp"
+    )
+    # The tests' tensors are tiny: one thread is faster than handing work over, much faster where
+    # cores are shared.
     parser.addoption("--threads", type=int, default=1, help="torch's threads in each test process")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("threads"))
-    # A shell starts background jobs deaf to Ctrl-C, and their children inherit it; the tests send it.
+    # A shell starts background jobs deaf to Ctrl-C, and so are their children; the tests send it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if (seed := config.getoption("perturb")) is not None:
@@ -54,7 +76,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     seed = config.getoption("perturb")
     change = "" if seed is None else f", θ changed by an ulp (seed {seed})"
-    return f"arithmetic: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads{change}"
+    return (
+        f"arithmetic: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()}"
+        f" threads{change}"
+    )
 
 
 @pytest.fixture

@@ -32,22 +32,40 @@ def median_seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cases = {"MNIST-1D, Conv1D, 16 tasks": (mn.tasks.MNIST1D(seed=0, device=device), mn.models.Conv1D(ways=3), 16, mn.FOBMAML())}
+    cases = {
+        "MNIST-1D, Conv1D, 16 tasks": (
+            mn.tasks.MNIST1D(seed=0, device=device),
+            mn.models.Conv1D(ways=3),
+            16,
+            mn.FOBMAML(),
+        )
+    }
     try:
         omniglot = mn.tasks.Omniglot(seed=0, device=device, download=False)
     except FileNotFoundError as error:
         print(f"Omniglot left out: {error}")
     else:
-        cases["Omniglot, Conv4, 16 tasks"] = (omniglot, mn.models.Conv4(ways=5), 16, mn.FOBMAML(nudge="gradient"))
-    table = Table("case", "drawing (ms)", "step (ms)", "share", title="Cost of drawing a meta-batch")
+        cases["Omniglot, Conv4, 16 tasks"] = (
+            omniglot,
+            mn.models.Conv4(ways=5),
+            16,
+            mn.FOBMAML(nudge="gradient"),
+        )
+    table = Table(
+        "case", "drawing (ms)", "step (ms)", "share", title="Cost of drawing a meta-batch"
+    )
     rows = []
     for case, (source, model, size, estimator) in cases.items():
-        learner = mn.MetaLearner(model.to(device), torch.nn.functional.cross_entropy, estimator=estimator)
+        learner = mn.MetaLearner(
+            model.to(device), torch.nn.functional.cross_entropy, estimator=estimator
+        )
         batches = source.batches(size=size, count=None)
         tasks = next(batches)
         drawing = median_seconds(lambda: next(batches), 50)  # noqa: B023 (called at once)

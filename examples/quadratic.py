@@ -2,7 +2,8 @@
 
     python examples/quadratic.py --out runs/quadratic
 
-Writes `quadratic.png` (error against inner steps) and `quadratic.json` (the same numbers), and prints a table.
+Writes `quadratic.png` (error against inner steps) and `quadratic.json` (the same numbers), and
+prints a table.
 """
 
 from __future__ import annotations
@@ -35,27 +36,43 @@ CONDITION, LAM, TASKS = 20.0, 1.0, 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/quadratic"), help="folder for the plot and the numbers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/quadratic"),
+        help="folder for the plot and the numbers",
+    )
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
 
     source = mn.tasks.Quadratic(dim=20, condition=CONDITION, seed=0)
     tasks = next(iter(source.batches(size=TASKS, count=1)))
-    model = source.model(torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    model = source.model(
+        torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    )
     theta = next(model.parameters()).detach()
     truth = torch.stack([source.meta_gradient(task, theta, LAM) for task in tasks]).mean(0)
 
     errors: dict[str, list[float]] = {name: [] for name in METHODS}
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:32}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=len(METHODS) * len(STEPS))
         for name, estimator in METHODS.items():
             progress.update(bar, description=name)
             for steps in STEPS:
                 solver = mn.Nesterov(lr=1 / (CONDITION + LAM), steps=steps)
-                learner = mn.MetaLearner(model, source.loss, lam=LAM, solver=solver, estimator=estimator)
+                learner = mn.MetaLearner(
+                    model, source.loss, lam=LAM, solver=solver, estimator=estimator
+                )
                 (estimate,) = learner.meta_gradient(tasks, metrics=False)[0].values()
                 errors[name].append(float((estimate - truth).norm() / truth.norm()))
                 progress.advance(bar)
@@ -68,9 +85,14 @@ def main() -> None:
     for name, row in errors.items():
         table.add_row(name, *(f"{value:.0e}" for value in row))
     console.print(table)
-    (out / "quadratic.json").write_text(json.dumps({"steps": STEPS, "lam": LAM, "condition": CONDITION, "errors": errors}, indent=2))
+    (out / "quadratic.json").write_text(
+        json.dumps({"steps": STEPS, "lam": LAM, "condition": CONDITION, "errors": errors}, indent=2)
+    )
     plot(errors, out / "quadratic.png")
-    console.print("FO-MAML and Reptile stop improving; FO-B-MAML goes on down to its ν², the tangent to rounding.")
+    console.print(
+        "FO-MAML and Reptile stop improving; FO-B-MAML goes on down to its ν², the tangent to"
+        " rounding."
+    )
     console.print(f"Plot: {out / 'quadratic.png'}")
 
 
@@ -83,7 +105,15 @@ def plot(errors: dict[str, list[float]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     for name, row in errors.items():
         ours = name.startswith("FO-B-MAML")
-        axes.loglog(STEPS, row, marker="o", markersize=3.5, linewidth=2 if ours else 1.2, linestyle="-" if ours else "--", label=name)
+        axes.loglog(
+            STEPS,
+            row,
+            marker="o",
+            markersize=3.5,
+            linewidth=2 if ours else 1.2,
+            linestyle="-" if ours else "--",
+            label=name,
+        )
     axes.set_xlabel("inner steps (Nesterov)")
     axes.set_ylabel("relative error of the meta-gradient")
     axes.set_title("Quadratic tasks, dimension 20, condition number 20, λ = 1")

@@ -4,8 +4,9 @@
     result = mn.hypergradient(problem.inner, problem.outer, problem.x, problem.init)
     relative_error(result.gradient, problem.truth)
 
-The regulariser of feature j is ½ exp(x_j) φ_j², with one x for all features or one each. The outer loss is the loss on validation data,
-plus, with `direct`, a term in which x stands by itself and one in which it meets φ.
+The regulariser of feature j is ½ exp(x_j) φ_j², with one x for all features or one each. The outer
+loss is the loss on validation data, plus, with `direct`, a term in which x stands by itself and one
+in which it meets φ.
 """
 
 from __future__ import annotations
@@ -33,10 +34,17 @@ class Known(NamedTuple):
     solution: Tensor
     truth: Tensor
     direct: Tensor  # the part of `truth` that does not go through φ
-    curvature: tuple[float, float]  # the least and the largest eigenvalue of the inner Hessian at the solution
+    # the least and the largest eigenvalue of the inner Hessian at the solution
+    curvature: tuple[float, float]
 
 
-def ridge(*, per_feature: bool = True, direct: bool = False, seed: int = 0, dtype: torch.dtype = torch.float64) -> Known:
+def ridge(
+    *,
+    per_feature: bool = True,
+    direct: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Known:
     """½ mean (Aφ − b)² + ½ Σ exp(x_j) φ_j², solved by the normal equations."""
     (A, b), (V, c), x, init = _data(per_feature, seed, dtype)
 
@@ -52,8 +60,16 @@ def ridge(*, per_feature: bool = True, direct: bool = False, seed: int = 0, dtyp
     return _known(inner, outer, x, init, solution, hessian, force, direct)
 
 
-def logistic(*, per_feature: bool = True, direct: bool = False, seed: int = 0, dtype: torch.dtype = torch.float64) -> Known:
-    """mean log(1 + exp(−b Aφ)) + ½ Σ exp(x_j) φ_j² with b = ±1, solved by Newton's method with the formulas written out."""
+def logistic(
+    *,
+    per_feature: bool = True,
+    direct: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Known:
+    """mean log(1 + exp(−b Aφ)) + ½ Σ exp(x_j) φ_j² with b = ±1, solved by Newton's method with the
+    formulas written out.
+    """
     (A, b), (V, c), x, init = _data(per_feature, seed, dtype)
     b, c = b.sign(), c.sign()
 
@@ -73,7 +89,9 @@ def logistic(*, per_feature: bool = True, direct: bool = False, seed: int = 0, d
     return _known(inner, outer, x, init, phi, hessian, force, direct)
 
 
-def _data(per_feature: bool, seed: int, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor, Tensor]:
+def _data(
+    per_feature: bool, seed: int, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -111,4 +129,13 @@ def _known(
     if x.ndim == 0:
         plain, through = plain.sum(), through.sum()
     eigenvalues = torch.linalg.eigvalsh(hessian)
-    return Known(inner, outer, x, init, phi, plain + through, plain, (float(eigenvalues[0]), float(eigenvalues[-1])))
+    return Known(
+        inner,
+        outer,
+        x,
+        init,
+        phi,
+        plain + through,
+        plain,
+        (float(eigenvalues[0]), float(eigenvalues[-1])),
+    )

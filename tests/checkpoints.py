@@ -1,4 +1,5 @@
-"""What the checkpoint tests share: samples, comparison to the last bit, and a disk that dies at any call.
+"""What the checkpoint tests share: samples, comparison to the last bit, and a disk that dies at any
+call.
 
 disk = on_disk(MortalDisk(5))  # the fixture of tests/training/checkpoint
 with pytest.raises(Killed):
@@ -23,8 +24,10 @@ from torch import Tensor
 from metanudge.training.checkpoint import Checkpoint, CheckpointStore, load, save
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
-    torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
+    torch.int32,
+    torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64,
 ]  # fmt: skip
 
 
@@ -74,12 +77,19 @@ def sample(step: int) -> dict[str, Any]:
             },
             "ema": {"weight": torch.randn(3, 4, generator=generator, dtype=torch.float64)},
         },
-        "state": {"epoch": step, "loss": 1 / (step + 1), "betas": (0.9, 0.999), "generator": generator.get_state()},
+        "state": {
+            "epoch": step,
+            "loss": 1 / (step + 1),
+            "betas": (0.9, 0.999),
+            "generator": generator.get_state(),
+        },
     }
 
 
 def is_sample(checkpoint: Checkpoint, step: int) -> bool:
-    return checkpoint.step == step and identical([checkpoint.tensors, checkpoint.state], [sample(step)["tensors"], sample(step)["state"]])
+    return checkpoint.step == step and identical(
+        [checkpoint.tensors, checkpoint.state], [sample(step)["tensors"], sample(step)["state"]]
+    )
 
 
 def saved(root: Path, steps: str = "1* 2 3", keep: int = 2) -> CheckpointStore:
@@ -99,9 +109,13 @@ class Killed(BaseException):
 
 
 class MortalDisk:
-    """Counts the calls that change the disk and dies at the n-th: from then on, cleaning up has no effect either."""
+    """Counts the calls that change the disk and dies at the n-th: from then on, cleaning up has no
+    effect either.
+    """
 
-    def __init__(self, die_at: int | None = None, *, half: bool = False, error: OSError | None = None) -> None:
+    def __init__(
+        self, die_at: int | None = None, *, half: bool = False, error: OSError | None = None
+    ) -> None:
         self.die_at, self.half, self.error = die_at, half, error
         self.trace: list[tuple[str, tuple[Any, ...], Any]] = []
         self.dead = False

@@ -1,6 +1,8 @@
-"""What every estimator must do on every engine, as checks that a test calls; plus the oracles and snapshots the tests share.
+"""What every estimator must do on every engine, as checks that a test calls; plus the oracles and
+snapshots the tests share.
 
-A new estimator is picked up from `metanudge.estimators.ESTIMATORS`, a new setup is one line in `SETUPS`:
+A new estimator is picked up from `metanudge.estimators.ESTIMATORS`, a new setup is one line in
+`SETUPS`:
 
     for estimator in estimators():
         check_engines_agree(estimator, SETUPS["mlp"]())
@@ -29,7 +31,8 @@ from metanudge.tuning import LADDER
 from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded, transformer
 
 SOLVER = mn.GradientDescent(lr=0.1, steps=2)
-ONE_STEP = mn.GradientDescent(lr=0.1, steps=1)  # where it is about how tasks are put together, not about the steps
+# where it is about how tasks are put together, not about the steps
+ONE_STEP = mn.GradientDescent(lr=0.1, steps=1)
 STENCILS = ("forward", "symmetric", "five-point", "tangent")
 NUDGES = ("loss", "gradient")
 STARTS = ("theta", "shifted", "solution")
@@ -38,9 +41,13 @@ STARTS = ("theta", "shifted", "solution")
 OPTIONS: dict[type, dict[str, Any]] = {mn.ESMAML: {"samples": 2}, mn.IMAML: {"cg_steps": 3}}
 
 # What the estimators that know no bilevel problem say of it.
-NOT_BILEVEL = {"Reptile": "no such direction", **{f"FOBMAML-{s}-{n}-shifted": "no such centre" for s in STENCILS for n in NUDGES}}
+NOT_BILEVEL = {
+    "Reptile": "no such direction",
+    **{f"FOBMAML-{s}-{n}-shifted": "no such centre" for s in STENCILS for n in NUDGES},
+}
 
-# Estimators that draw other random numbers for a task when its place in the batch changes, by design.
+# Estimators that draw other random numbers for a task when its place in the batch changes, by
+# design.
 DRAWS_BY_PLACE = (mn.ESMAML,)
 
 
@@ -48,7 +55,9 @@ def estimators() -> list[Estimator]:
     """Every estimator the package exports, and FOBMAML in all its forms."""
     default = [cls(**OPTIONS.get(cls, {})) for cls in ESTIMATORS]
     forms = [
-        mn.FOBMAML(nu=None if stencil == "tangent" else 0.1, stencil=stencil, nudge=nudge, start=start)
+        mn.FOBMAML(
+            nu=None if stencil == "tangent" else 0.1, stencil=stencil, nudge=nudge, start=start
+        )
         for stencil, nudge, start in itertools.product(STENCILS, NUDGES, STARTS)
     ]
     return [e for e in default if e not in forms] + forms
@@ -67,9 +76,11 @@ def on_both(estimator: Estimator) -> bool:
 
 
 class Attention(nn.Module):
-    """A Transformer block on `scaled_dot_product_attention`, with dropout on contiguous tensors only.
+    """A Transformer block on `scaled_dot_product_attention`, with dropout on contiguous tensors
+    only.
 
-    Both engines draw a mask in memory order; for a transposed tensor they would draw the same numbers in another order.
+    Both engines draw a mask in memory order; for a transposed tensor they would draw the same
+    numbers in another order.
     """
 
     def __init__(self, width: int, heads: int, classes: int, dropout: float) -> None:
@@ -110,38 +121,55 @@ SETUPS: dict[str, Callable[..., Setup]] = {
 }
 
 
-def learner_for(setup: Setup, estimator: Estimator | None = None, engine: str = "stacked", **options: Any) -> mn.MetaLearner:
+def learner_for(
+    setup: Setup, estimator: Estimator | None = None, engine: str = "stacked", **options: Any
+) -> mn.MetaLearner:
     """A learner with the settings of these tests."""
     options = {"lam": 2.0, "solver": SOLVER, **options}
     return mn.MetaLearner(setup.model, setup.loss, estimator=estimator, engine=engine, **options)
 
 
 def gradient(
-    setup: Setup, estimator: Estimator | None = None, engine: str = "stacked", tasks: Any = None, *, first: int = 0, **options: Any
+    setup: Setup,
+    estimator: Estimator | None = None,
+    engine: str = "stacked",
+    tasks: Any = None,
+    *,
+    first: int = 0,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """The meta-gradient of a setup, always with the same draws."""
     learner = learner_for(setup, estimator, engine, **options)
-    return learner.meta_gradient(setup.tasks if tasks is None else tasks, seed=7, metrics=False, first=first)[0]
+    return learner.meta_gradient(
+        setup.tasks if tasks is None else tasks, seed=7, metrics=False, first=first
+    )[0]
 
 
 def rounding(estimator: Estimator | None = None) -> float:
-    """How far apart, relatively, two orders of summation may leave a meta-gradient in float64; that of the default without an estimator.
+    """How far apart, relatively, two orders of summation may leave a meta-gradient in float64; that
+    of the default without an estimator.
 
-    Sums of a few hundred terms come out within 1e-12. A difference divides what rounding does to φ by ν: some ten operations in each of a
-    few steps are at most 16 ε, and λ‖φ − θ‖ is at most ten times as large as the meta-gradients of these problems.
+    Sums of a few hundred terms come out within 1e-12. A difference divides what rounding does to φ
+    by ν: some ten operations in each of a few steps are at most 16 ε, and λ‖φ − θ‖ is at most ten
+    times as large as the meta-gradients of these problems.
     """
     nu = getattr(mn.FOBMAML() if estimator is None else estimator, "nu", None)
     smallest = LADDER[-1] if nu == "auto" else nu
     return 1e-12 + (0.0 if smallest is None else 160 * torch.finfo(torch.float64).eps / smallest)
 
 
-# ---------------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------- checks
 
 
-def check_engines_agree(estimator: Estimator, setup: Setup, *, tol: float = 1e-10, **options: Any) -> float:
-    """Both engines give the same meta-gradient and the same statistics; returns the relative error."""
+def check_engines_agree(
+    estimator: Estimator, setup: Setup, *, tol: float = 1e-10, **options: Any
+) -> float:
+    """Both engines give the same meta-gradient and the same statistics; returns the relative
+    error.
+    """
     results = {
-        engine: learner_for(setup, estimator, engine, **options).meta_gradient(setup.tasks, seed=7) for engine in ("stacked", "inplace")
+        engine: learner_for(setup, estimator, engine, **options).meta_gradient(setup.tasks, seed=7)
+        for engine in ("stacked", "inplace")
     }
     (stacked, stats), (inplace, other) = results["stacked"], results["inplace"]
     own = [n for n in stacked if not n.startswith("log_lam.")]
@@ -149,22 +177,30 @@ def check_engines_agree(estimator: Estimator, setup: Setup, *, tol: float = 1e-1
     assert own == [n for n, p in setup.model.named_parameters() if p.requires_grad]
     error = relative_error(stacked, inplace)
     assert error < tol, f"the engines differ by {error:.1e}"
-    # Rows that stop early still ride along with the others on the stacked engine: there the number of gradients differs.
+    # Rows that stop early still ride along with the others on the stacked engine: there the number
+    # of gradients differs.
     different = {"engine"}
     if getattr(options.get("solver", SOLVER), "tol", None) is not None:
         different |= {"support_gradients", "query_gradients", "hessian_products"}
     for field in fields(stats):
         a, b = getattr(stats, field.name), getattr(other, field.name)
         if field.name not in different and a is not None:
-            assert math.isclose(a, b, rel_tol=1e-8, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b)), (field.name, a, b)
+            assert math.isclose(a, b, rel_tol=1e-8, abs_tol=1e-12) or (
+                math.isnan(a) and math.isnan(b)
+            ), (field.name, a, b)
     return error
 
 
 def check_chunks(estimator: Estimator, setup: Setup, **options: Any) -> float:
-    """`chunk` bounds the memory and does not change the result; returns the largest relative error."""
+    """`chunk` bounds the memory and does not change the result; returns the largest relative
+    error.
+    """
     options = {"solver": ONE_STEP, **options}
     whole = gradient(setup, estimator, **options)
-    errors = [relative_error(gradient(setup, estimator, chunk=chunk, **options), whole) for chunk in (1, 2, 3)]
+    errors = [
+        relative_error(gradient(setup, estimator, chunk=chunk, **options), whole)
+        for chunk in (1, 2, 3)
+    ]
     assert max(errors) < rounding(estimator), f"chunks change the result by {max(errors):.1e}"
     return max(errors)
 
@@ -180,30 +216,44 @@ def ragged(setup: Setup) -> mn.TaskBatch:
 
 
 def check_ragged(estimator: Estimator, setup: Setup, engine: str, **options: Any) -> float:
-    """Tasks of different sizes give the mean of what each gives alone at its place; returns the relative error."""
+    """Tasks of different sizes give the mean of what each gives alone at its place; returns the
+    relative error.
+    """
     options = {"solver": ONE_STEP, **options}
     batch = ragged(setup)
-    assert len(batch.stacks) == len(batch) - 1, "the first and the last task share a stack, with another between them"
+    assert len(batch.stacks) == len(batch) - 1, (
+        "the first and the last task share a stack, with another between them"
+    )
     together = gradient(setup, estimator, engine, batch, **options)
-    alone = [gradient(setup, estimator, engine, task, first=place, **options) for place, task in enumerate(batch)]
+    alone = [
+        gradient(setup, estimator, engine, task, first=place, **options)
+        for place, task in enumerate(batch)
+    ]
     error = relative_error(together, mean(alone))
     assert error < rounding(estimator), f"a ragged batch is {error:.1e} off the mean of its tasks"
     return error
 
 
 def check_permutation(estimator: Estimator, setup: Setup, engine: str, **options: Any) -> float:
-    """The order of the tasks does not matter, also not with tasks of different sizes; returns the relative error."""
+    """The order of the tasks does not matter, also not with tasks of different sizes; returns the
+    relative error.
+    """
     options = {"solver": ONE_STEP, **options}
     batch = ragged(setup)
     order = [len(batch) - 1, *range(len(batch) - 1)]
     permuted = mn.TaskBatch.of([batch[i] for i in order])
-    error = relative_error(gradient(setup, estimator, engine, permuted, **options), gradient(setup, estimator, engine, batch, **options))
+    error = relative_error(
+        gradient(setup, estimator, engine, permuted, **options),
+        gradient(setup, estimator, engine, batch, **options),
+    )
     assert error < rounding(estimator), f"another order changes the result by {error:.1e}"
     return error
 
 
 def check_pure(estimator: Estimator, setup: Setup, engine: str, **options: Any) -> None:
-    """`meta_gradient` changes neither parameters, buffers, `.grad` nor random states, and says the same when asked again."""
+    """`meta_gradient` changes neither parameters, buffers, `.grad` nor random states, and says the
+    same when asked again.
+    """
     give_gradients(setup.model)
     learner = learner_for(setup, estimator, engine, **options)
     before = Snapshot(setup.model)
@@ -211,20 +261,31 @@ def check_pure(estimator: Estimator, setup: Setup, engine: str, **options: Any) 
     before.assert_unchanged()
     second, _ = learner.meta_gradient(setup.tasks, seed=3, metrics=False)
     before.assert_unchanged()
-    assert all(torch.equal(first[n], second[n]) for n in first), "the same seed must give the same bits"
+    assert all(torch.equal(first[n], second[n]) for n in first), (
+        "the same seed must give the same bits"
+    )
 
 
-def check_bilevel(estimator: Estimator, setup: Setup, *, shared: str = "0.", lam: float = 2.0) -> float:
-    """Written as two functions of (shared layers, the others), a task has the same gradient by the shared layers; the relative error."""
+def check_bilevel(
+    estimator: Estimator, setup: Setup, *, shared: str = "0.", lam: float = 2.0
+) -> float:
+    """Written as two functions of (shared layers, the others), a task has the same gradient by the
+    shared layers; the relative error.
+    """
     model, loss, tasks = setup
     theta = {n: p.detach() for n, p in model.named_parameters()}
-    x, init = ({n: p for n, p in theta.items() if n.startswith(shared) == wanted} for wanted in (True, False))
+    x, init = (
+        {n: p for n, p in theta.items() if n.startswith(shared) == wanted}
+        for wanted in (True, False)
+    )
 
     def value(batch: Any, x: dict[str, Tensor], phi: dict[str, Tensor]) -> Tensor:
         return loss(functional_call(model, x | phi, (batch[0],)), batch[1])
 
     def inner(x: dict[str, Tensor], phi: dict[str, Tensor]) -> Tensor:
-        return value(tasks[0].support, x, phi) + 0.5 * lam * sum((phi[n] - init[n]).square().sum() for n in phi)
+        return value(tasks[0].support, x, phi) + 0.5 * lam * sum(
+            (phi[n] - init[n]).square().sum() for n in phi
+        )
 
     def outer(x: dict[str, Tensor], phi: dict[str, Tensor]) -> Tensor:
         return value(tasks[0].query, x, phi)
@@ -236,7 +297,7 @@ def check_bilevel(estimator: Estimator, setup: Setup, *, shared: str = "0.", lam
     return error
 
 
-# ---------------------------------------------------------------------------------------------------- oracle
+# ------------------------------------------------------------------------------------------- oracle
 
 
 def by_hand(
@@ -248,7 +309,9 @@ def by_hand(
     steps: int = SOLVER.steps,
     nu: float = 0.1,
 ) -> dict[str, Tensor]:
-    """FO-B-MAML, symmetric loss nudge, as one would write it without the package: plain loops on copies, φ itself, no dropout."""
+    """FO-B-MAML, symmetric loss nudge, as one would write it without the package: plain loops on
+    copies, φ itself, no dropout.
+    """
     model, loss, batch = setup
 
     def solve(task: mn.Task, offset: float) -> dict[str, Tensor]:
@@ -256,7 +319,9 @@ def by_hand(
         theta = {n: p.detach().clone() for n, p in phi.named_parameters() if p.requires_grad}
         for _ in range(steps):
             phi.zero_grad()
-            (evaluate(phi, loss, task.support) + offset * evaluate(phi, loss, task.query)).backward()
+            (
+                evaluate(phi, loss, task.support) + offset * evaluate(phi, loss, task.query)
+            ).backward()
             with torch.no_grad():
                 for n, p in phi.named_parameters():
                     if p.requires_grad:
@@ -284,7 +349,7 @@ def mean(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {n: torch.stack([g[n] for g in gradients]).mean(0) for n in gradients[0]}
 
 
-# ------------------------------------------------------------------------------------------------- snapshots
+# ---------------------------------------------------------------------------------------- snapshots
 
 
 def give_gradients(model: nn.Module) -> None:
@@ -296,13 +361,18 @@ def give_gradients(model: nn.Module) -> None:
 
 
 class Snapshot:
-    """Everything in a module and in the random generators that must come out of a call as it went in, bit by bit."""
+    """Everything in a module and in the random generators that must come out of a call as it went
+    in, bit by bit.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parameters = [(n, p, p.detach().clone()) for n, p in module.named_parameters()]
         self._buffers = [(n, b, b.detach().clone()) for n, b in module.named_buffers()]
-        self._grads = [(n, p, p.grad, None if p.grad is None else p.grad.clone()) for n, p in module.named_parameters()]
+        self._grads = [
+            (n, p, p.grad, None if p.grad is None else p.grad.clone())
+            for n, p in module.named_parameters()
+        ]
         self._flags = self._flags_now()
         self._random = self._random_now()
 
@@ -318,14 +388,20 @@ class Snapshot:
         for n, parameter, grad, value in self._grads:
             assert parameter.grad is grad, f"the .grad of {n} was replaced by another tensor"
             assert grad is None or identical(grad, value), f"the .grad of {n} has changed"
-        assert self._flags_now() == self._flags, "requires_grad, training mode or hooks have changed"
+        assert self._flags_now() == self._flags, (
+            "requires_grad, training mode or hooks have changed"
+        )
         for (what, state), (_, kept) in zip(self._random_now(), self._random, strict=True):
             assert state == kept, f"the random state of {what} has changed"
 
     def _flags_now(self) -> tuple[list[bool], ...]:
         modules, parameters = list(self._module.modules()), list(self._module.parameters())
         hooks = [bool(hooks) for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        hooks += [bool(hooks) for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+        hooks += [
+            bool(hooks)
+            for p in parameters
+            for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
+        ]
         return [p.requires_grad for p in parameters], [m.training for m in modules], hooks
 
     @staticmethod
@@ -340,4 +416,8 @@ class Snapshot:
 
 def identical(a: Tensor, b: Tensor) -> bool:
     """Same dtype, shape and bits (NaN equals NaN)."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    )

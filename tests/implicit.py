@@ -1,8 +1,11 @@
-"""An independent oracle: dense implicit differentiation with `torch.func`, for any split of the parameters and any proximal term.
+"""An independent oracle: dense implicit differentiation with `torch.func`, for any split of the
+parameters and any proximal term.
 
-    truth = implicit(setup, lambda phi, theta, rho: 0.5 * (rho["all"].exp() * (phi - theta) ** 2).sum(), rho={"all": log_lam})
+    truth = implicit(setup, lambda phi, theta, rho: 0.5 * (rho["all"].exp() * (phi - theta) **
+    2).sum(), rho={"all": log_lam})
 
-It shares nothing with the package: parameters are one flat vector, Newton's method finds φ*, Hessians are dense.
+It shares nothing with the package: parameters are one flat vector, Newton's method finds φ*,
+Hessians are dense.
 """
 
 from __future__ import annotations
@@ -32,9 +35,14 @@ class _Whole(nn.Module):
 
 
 def implicit(
-    setup: Setup, term: Term, *, rho: dict[str, Tensor] | None = None, adapts: Callable[[str], bool] = lambda name: True
+    setup: Setup,
+    term: Term,
+    *,
+    rho: dict[str, Tensor] | None = None,
+    adapts: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Tensor]:
-    """The mean over tasks of dF/dh, F = f(φ*(h), h), for h = θ, the shared parameters and ρ; keyed by name, ρ by its own keys.
+    """The mean over tasks of dF/dh, F = f(φ*(h), h), for h = θ, the shared parameters and ρ; keyed
+    by name, ρ by its own keys.
 
     Args:
         term: R(φ, θ, ρ) of flat vectors over the parameters that adapt, in the model's order.
@@ -42,7 +50,9 @@ def implicit(
         adapts: whether a parameter adapts.
     """
     whole = _Whole(setup)
-    parameters = {n: p.detach().clone() for n, p in setup.model.named_parameters() if p.requires_grad}
+    parameters = {
+        n: p.detach().clone() for n, p in setup.model.named_parameters() if p.requires_grad
+    }
     adapting = [n for n in parameters if adapts(n)]
     shapes = {n: parameters[n].shape for n in adapting}
     theta = torch.cat([parameters[n].flatten() for n in adapting])
@@ -50,10 +60,14 @@ def implicit(
 
     def split(vector: Tensor) -> dict[str, Tensor]:
         pieces = vector.split([shape.numel() for shape in shapes.values()])
-        return {n: piece.view(shape) for (n, shape), piece in zip(shapes.items(), pieces, strict=True)}
+        return {
+            n: piece.view(shape) for (n, shape), piece in zip(shapes.items(), pieces, strict=True)
+        }
 
     def loss(phi: Tensor, omega: dict[str, Tensor], batch: object) -> Tensor:
-        return functional_call(whole, {f"model.{n}": p for n, p in (split(phi) | omega).items()}, (batch,))
+        return functional_call(
+            whole, {f"model.{n}": p for n, p in (split(phi) | omega).items()}, (batch,)
+        )
 
     sums: dict[str, Tensor] = {}
     for task in setup.tasks:
@@ -68,10 +82,14 @@ def implicit(
             if float(slope.norm()) < 1e-13:
                 break
             phi = phi - torch.linalg.solve(hessian(g)(phi, hyper), slope)
-        assert float(grad(g)(phi, hyper).norm()) < 1e-11, "Newton's method has found the inner optimum"
+        assert float(grad(g)(phi, hyper).norm()) < 1e-11, (
+            "Newton's method has found the inner optimum"
+        )
         v = torch.linalg.solve(hessian(g)(phi, hyper), grad(loss)(phi, omega, task.query))
         mixed = jacrev(lambda h, phi=phi, g=g: grad(g)(phi, h))(hyper)
-        direct = grad(lambda w, phi=phi, task=task: loss(phi, w, task.query))(omega) if omega else {}
+        direct = (
+            grad(lambda w, phi=phi, task=task: loss(phi, w, task.query))(omega) if omega else {}
+        )
         found = split(-(v @ mixed[0]))
         found |= {n: direct[n] - torch.tensordot(v, mixed[1][n], dims=1) for n in omega}
         found |= {n: -torch.tensordot(v, mixed[2][n], dims=1) for n in hyper[2]}

@@ -1,8 +1,10 @@
-"""An ulp-sized change of every θ the tests draw: other rounding errors, the same mathematics (`pytest --perturb SEED`).
+"""An ulp-sized change of every θ the tests draw: other rounding errors, the same mathematics
+(`pytest --perturb SEED`).
 
-A tolerance that holds on one CPU by luck falls to one of a few seeds. What is changed: the parameters that torch's layers draw, and the
-tensors that the tests' own problems pass through `perturbed`. Equal draws are changed equally, so that copies stay copies. Processes that
-a test starts see the seed in their environment.
+A tolerance that holds on one CPU by luck falls to one of a few seeds. What is changed: the
+parameters that torch's layers draw, and the tensors that the tests' own problems pass through
+`perturbed`. Equal draws are changed equally, so that copies stay copies. Processes that a test
+starts see the seed in their environment.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def start(seed: int) -> None:
     _seed = seed
     os.environ[VARIABLE] = str(seed)
     for name in ("uniform_", "normal_"):
-        # Torch's own, whatever is there now: a process that another one has started may begin twice.
+        # Torch's own, whatever is there now: a process that another one has started may begin
+        # twice.
         setattr(Tensor, name, _drawing(getattr(torch._C.TensorBase, name)))
 
 

@@ -1,10 +1,11 @@
-"""Small seeded float64 problems that the tests share: each function returns a model, its loss and a batch of tasks.
+"""Small seeded float64 problems that the tests share: each function returns a model, its loss and a
+batch of tasks.
 
     model, loss, tasks = logistic_regression(seed=1)
     learner = mn.MetaLearner(model, loss, lam=2.0, ...)
 
-Models are in training mode; inputs are standard normal; classification targets follow a random teacher of each task. The
-first of them come from `metanudge.testing.problems`.
+Models are in training mode; inputs are standard normal; classification targets follow a random
+teacher of each task. The first of them come from `metanudge.testing.problems`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metanudge import TaskBatch
-from metanudge.testing.problems import Setup, classification_tasks, log_slope, logistic_regression, mlp, relative_error, seeded, vector
+from metanudge.testing.problems import (
+    Setup,
+    classification_tasks,
+    log_slope,
+    logistic_regression,
+    mlp,
+    relative_error,
+    seeded,
+    vector,
+)
 from perturbation import perturbed
 
 __all__ = [
@@ -71,10 +81,11 @@ def quadratic(
     same: bool = True,
     split: int | None = None,
 ) -> Setup:
-    """Quadratic tasks (paper, App. "Quadratic objective experiment"): f = f̂ unless `same` is False.
+    """Quadratic tasks (paper, App. "Quadratic objective experiment"): f = f̂ unless `same` is
+    False.
 
-    The eigenvalues of every A run from 1/condition to 1. With `split` the model has two parameters: `theta`, the first
-    `split` entries, and `rest`.
+    The eigenvalues of every A run from 1/condition to 1. With `split` the model has two parameters:
+    `theta`, the first `split` entries, and `rest`.
     """
     generator = torch.Generator().manual_seed(seed)
     support = _quadratics(condition, dim, tasks, generator)
@@ -83,8 +94,12 @@ def quadratic(
     return Setup(model, quadratic_loss, TaskBatch(support=support, query=query))
 
 
-def _quadratics(condition: float, dim: int, tasks: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    rotation = torch.linalg.qr(torch.randn(tasks, dim, dim, generator=generator, dtype=torch.float64)).Q
+def _quadratics(
+    condition: float, dim: int, tasks: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    rotation = torch.linalg.qr(
+        torch.randn(tasks, dim, dim, generator=generator, dtype=torch.float64)
+    ).Q
     eigenvalues = torch.logspace(0, -1, dim, base=condition, dtype=torch.float64)
     A = (rotation * eigenvalues) @ rotation.mT
     b = torch.randn(tasks, 1, dim, generator=generator, dtype=torch.float64)
@@ -96,12 +111,16 @@ def quadratic_solutions(setup: Setup, lam: float | Tensor) -> Tensor:
     theta = setup.model.vector.detach()
     stiffness = torch.as_tensor(lam, dtype=torch.float64).expand_as(theta)
     return torch.stack(
-        [torch.linalg.solve(A[0] + torch.diag(stiffness), stiffness * theta - b[0]) for A, b in (task.support for task in setup.tasks)]
+        [
+            torch.linalg.solve(A[0] + torch.diag(stiffness), stiffness * theta - b[0])
+            for A, b in (task.support for task in setup.tasks)
+        ]
     )
 
 
 def quadratic_meta_gradient(setup: Setup, lam: float | Tensor) -> Tensor:
-    """The mean of ∇F_i = Λ(Â + Λ)⁻¹∇f(φ*) over the tasks, `(dim,)`; `lam` is a number or one number per entry.
+    """The mean of ∇F_i = Λ(Â + Λ)⁻¹∇f(φ*) over the tasks, `(dim,)`; `lam` is a number or one number
+    per entry.
 
     From (Â + Λ)φ* = Λθ − b̂ it follows that dφ*/dθ = (Â + Λ)⁻¹Λ, whose transpose stands before ∇f.
     """
@@ -109,7 +128,9 @@ def quadratic_meta_gradient(setup: Setup, lam: float | Tensor) -> Tensor:
     rows = []
     for task, phi in zip(setup.tasks, quadratic_solutions(setup, lam), strict=True):
         (A_hat, _), (A, b) = task.support, task.query
-        rows.append(stiffness * torch.linalg.solve(A_hat[0] + torch.diag(stiffness), A[0] @ phi + b[0]))
+        rows.append(
+            stiffness * torch.linalg.solve(A_hat[0] + torch.diag(stiffness), A[0] @ phi + b[0])
+        )
     return torch.stack(rows).mean(0)
 
 
@@ -125,7 +146,9 @@ def conv_net(
     query: int = 9,
     seed: int = 0,
 ) -> Setup:
-    """Two convolutions with BatchNorm (affine, running statistics) on `size` × `size` images, for classification."""
+    """Two convolutions with BatchNorm (affine, running statistics) on `size` × `size` images, for
+    classification.
+    """
     model = seeded(
         seed,
         lambda: nn.Sequential(
@@ -141,11 +164,16 @@ def conv_net(
             nn.Linear(channels * (size // 2) ** 2, classes),
         ),
     )
-    with torch.no_grad():  # away from the neutral weight 1 and bias 0, so that a forgotten affine part would show
+    # away from the neutral weight 1 and bias 0, so that a forgotten affine part would show
+    with torch.no_grad():
         for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
             norm.weight.copy_(torch.linspace(0.5, 1.5, channels))
             norm.bias.copy_(torch.linspace(-0.3, 0.3, channels))
-    return Setup(model, F.cross_entropy, classification_tasks((1, size, size), classes, tasks, support, query, seed))
+    return Setup(
+        model,
+        F.cross_entropy,
+        classification_tasks((1, size, size), classes, tasks, support, query, seed),
+    )
 
 
 class SmallTransformer(nn.Module):
@@ -154,7 +182,12 @@ class SmallTransformer(nn.Module):
     def __init__(self, width: int, heads: int, classes: int, dropout: float) -> None:
         super().__init__()
         self.encoder = nn.TransformerEncoderLayer(
-            width, heads, dim_feedforward=2 * width, dropout=dropout, activation="gelu", batch_first=True
+            width,
+            heads,
+            dim_feedforward=2 * width,
+            dropout=dropout,
+            activation="gelu",
+            batch_first=True,
         )
         self.head = nn.Linear(width, classes)
 
@@ -177,4 +210,8 @@ def transformer(
 ) -> Setup:
     """A small Transformer on sequences of vectors, for classification."""
     model = seeded(seed, lambda: SmallTransformer(width, heads, classes, dropout))
-    return Setup(model, F.cross_entropy, classification_tasks((positions, width), classes, tasks, support, query, seed))
+    return Setup(
+        model,
+        F.cross_entropy,
+        classification_tasks((positions, width), classes, tasks, support, query, seed),
+    )

@@ -1,4 +1,6 @@
-"""Every estimator × engine × model: one answer, whatever the chunk, the order of the tasks, their sizes and their form."""
+"""Every estimator × engine × model: one answer, whatever the chunk, the order of the tasks, their
+sizes and their form.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ from torch.nn import functional as F
 import conformance
 import metanudge as mn
 from bilevel_problems import ridge
-from conformance import NOT_BILEVEL, SETUPS, SOLVER, by_hand, gradient, learner_for, name, on_both, rounding, small
+from conformance import (
+    NOT_BILEVEL,
+    SETUPS,
+    SOLVER,
+    by_hand,
+    gradient,
+    learner_for,
+    name,
+    on_both,
+    rounding,
+    small,
+)
 from metanudge.estimators import ESTIMATORS, Estimator
 from problems import Setup, mlp, relative_error, seeded
 
@@ -42,7 +55,9 @@ def ids(value: object) -> str | None:
 
 
 def test_the_list_is_complete():
-    """A new estimator cannot be forgotten here, and every form of FOBMAML is in, and the default."""
+    """A new estimator cannot be forgotten here, and every form of FOBMAML is in, and the
+    default.
+    """
     assert {type(e) for e in ALL} == set(ESTIMATORS)
     assert sum(isinstance(e, mn.FOBMAML) for e in ALL) == 4 * 2 * 3 + 1
     assert {type(e) for e in FEW} == set(ESTIMATORS)
@@ -54,10 +69,13 @@ def test_engines_agree(estimator: Estimator, setup: str):
     conformance.check_engines_agree(estimator, SETUPS[setup](tasks=2))
 
 
-# ES-MAML perturbs θ in a learner and x here. An automatic ν is another one; and from the solution with a gradient nudge the tangent takes
-# ∂_x f where it ends, at the φ that is reported, in a learner where it begins, together with the force.
+# ES-MAML perturbs θ in a learner and x here. An automatic ν is another one; and from the solution
+# with a gradient nudge the tangent takes ∂_x f where it ends, at the φ that is reported, in a
+# learner where it begins, together with the force.
 OTHER = [mn.FOBMAML(), mn.FOBMAML(nu=None, stencil="tangent", nudge="gradient", start="solution")]
-SAME = [e for e in ALL if name(e) not in NOT_BILEVEL and e not in OTHER and not isinstance(e, mn.ESMAML)]
+SAME = [
+    e for e in ALL if name(e) not in NOT_BILEVEL and e not in OTHER and not isinstance(e, mn.ESMAML)
+]
 
 
 @pytest.mark.parametrize("estimator", SAME, ids=ids)
@@ -70,9 +88,13 @@ def test_bilevel_problems_have_their_own_answer(estimator: Estimator):
     """Not that of the learner, and yet the derivative where the inner problem is solved."""
     problem = ridge(per_feature=False)
     solver = mn.GradientDescent(lr=1.6 / sum(problem.curvature), steps=40)
-    result = mn.hypergradient(problem.inner, problem.outer, problem.x, problem.init, solver=solver, estimator=estimator)
+    result = mn.hypergradient(
+        problem.inner, problem.outer, problem.x, problem.init, solver=solver, estimator=estimator
+    )
     # Evolution strategies give F′ mean ε², with a standard deviation of (2/n)^½.
-    assert relative_error(result.gradient, problem.truth) < (3 * (2 / 30) ** 0.5 if isinstance(estimator, mn.ESMAML) else 1e-5)
+    assert relative_error(result.gradient, problem.truth) < (
+        3 * (2 / 30) ** 0.5 if isinstance(estimator, mn.ESMAML) else 1e-5
+    )
 
 
 @pytest.mark.parametrize("estimator", [e for e in ALL if name(e) in NOT_BILEVEL], ids=ids)
@@ -101,7 +123,11 @@ def test_engines_agree_with_stiffness_per_parameter(estimator: Estimator):
     setup = mlp(tasks=2)
     generator = torch.Generator().manual_seed(0)
     lam = {
-        n: torch.rand(p.shape, generator=generator, dtype=torch.float64) + 0.5 if p.ndim == 2 else 1.5
+        n: (
+            torch.rand(p.shape, generator=generator, dtype=torch.float64) + 0.5
+            if p.ndim == 2
+            else 1.5
+        )
         for n, p in setup.model.named_parameters()
     }
     conformance.check_engines_agree(estimator, setup, lam=lam)
@@ -113,12 +139,19 @@ SOLVERS = {
     "gd-minibatch": mn.GradientDescent(lr=0.1, steps=3, batch_size=3),
     "nesterov": mn.Nesterov(lr=0.1, steps=4),
     "nesterov-minibatch": mn.Nesterov(lr=0.1, steps=4, batch_size=3),
-    "sgd-minibatch": mn.TorchOptimizer(torch.optim.SGD, 3, {"lr": 0.1, "momentum": 0.9}, batch_size=4),
+    "sgd-minibatch": mn.TorchOptimizer(
+        torch.optim.SGD, 3, {"lr": 0.1, "momentum": 0.9}, batch_size=4
+    ),
     "adam": mn.TorchOptimizer(torch.optim.Adam, 3, {"lr": 0.02}),
     "lbfgs": mn.LBFGS(steps=6, tol=1e-13),
     "newton": mn.NewtonCG(steps=3, cg_steps=4),
 }
-ONE_OF_EACH = [mn.FOBMAML(nu=0.1), mn.FOBMAML(nu=0.1, nudge="gradient", start="solution"), mn.FOMAML(), mn.ESMAML(samples=1)]
+ONE_OF_EACH = [
+    mn.FOBMAML(nu=0.1),
+    mn.FOBMAML(nu=0.1, nudge="gradient", start="solution"),
+    mn.FOMAML(),
+    mn.ESMAML(samples=1),
+]
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -129,10 +162,15 @@ def test_engines_agree_for_every_solver(estimator: Estimator, solver: str):
 
 @pytest.mark.parametrize("estimator", FEW, ids=ids)
 def test_minibatches_are_drawn_by_seed_task_and_step(estimator: Estimator):
-    """Minibatches differ from the whole set, change with the seed, and do not depend on the chunk."""
+    """Minibatches differ from the whole set, change with the seed, and do not depend on the
+    chunk.
+    """
     setup, solver = small(), SOLVERS["gd-minibatch"]
     conformance.check_chunks(estimator, setup, solver=solver)
-    one, again, other = (learner_for(setup, estimator, solver=solver).meta_gradient(setup.tasks, seed=s)[0] for s in (1, 1, 2))
+    one, again, other = (
+        learner_for(setup, estimator, solver=solver).meta_gradient(setup.tasks, seed=s)[0]
+        for s in (1, 1, 2)
+    )
     assert relative_error(one, again) == 0
     assert relative_error(one, other) > 1e-4
 
@@ -141,7 +179,18 @@ def test_a_minibatch_as_large_as_the_support_set_is_all_of_it():
     setup = mlp(support=6)
     for engine in ("stacked", "inplace"):
         whole = gradient(setup, mn.FOBMAML(nu=0.1), engine)
-        assert relative_error(gradient(setup, mn.FOBMAML(nu=0.1), engine, solver=mn.GradientDescent(0.1, 2, batch_size=6)), whole) == 0
+        assert (
+            relative_error(
+                gradient(
+                    setup,
+                    mn.FOBMAML(nu=0.1),
+                    engine,
+                    solver=mn.GradientDescent(0.1, 2, batch_size=6),
+                ),
+                whole,
+            )
+            == 0
+        )
 
 
 @pytest.mark.parametrize("estimator", ALL, ids=ids)
@@ -150,7 +199,9 @@ def test_chunks_do_not_change_the_result(estimator: Estimator):
 
 
 @pytest.mark.parametrize("setup", ["conv_net", "transformer"])
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=0.1), mn.FOBMAML(stencil="tangent"), mn.MAML(), mn.IMAML()], ids=ids)
+@pytest.mark.parametrize(
+    "estimator", [mn.FOBMAML(nu=0.1), mn.FOBMAML(stencil="tangent"), mn.MAML(), mn.IMAML()], ids=ids
+)
 def test_chunks_do_not_change_the_result_of_other_models(estimator: Estimator, setup: str):
     conformance.check_chunks(estimator, SETUPS[setup]())
 
@@ -168,10 +219,16 @@ def test_ragged_batches(estimator: Estimator, engine: str):
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
 @pytest.mark.parametrize("solver", ["gd-minibatch", "sgd-minibatch"])
 def test_ragged_batches_with_minibatches(solver: str, engine: str):
-    conformance.check_ragged(mn.FOBMAML(nu=0.1), small(tasks=3, support=7), engine, solver=SOLVERS[solver])
+    conformance.check_ragged(
+        mn.FOBMAML(nu=0.1), small(tasks=3, support=7), engine, solver=SOLVERS[solver]
+    )
 
 
-@pytest.mark.parametrize(("estimator", "engine"), [r for r in RUNS if not isinstance(r[0], conformance.DRAWS_BY_PLACE)], ids=ids)
+@pytest.mark.parametrize(
+    ("estimator", "engine"),
+    [r for r in RUNS if not isinstance(r[0], conformance.DRAWS_BY_PLACE)],
+    ids=ids,
+)
 def test_the_order_of_the_tasks_does_not_matter(estimator: Estimator, engine: str):
     conformance.check_permutation(estimator, small(tasks=3, dropout=0.3), engine)
 
@@ -188,7 +245,7 @@ def test_nothing_is_changed_in_a_net_with_running_statistics(estimator: Estimato
     conformance.check_pure(estimator, SETUPS["conv_net-dropout"](tasks=2), engine)
 
 
-# ------------------------------------------------------------------------------------------------ pytrees
+# ------------------------------------------------------------------------------------------ pytrees
 
 
 class Parts(nn.Module):
@@ -228,29 +285,47 @@ FORMS: dict[str, Any] = {
 }
 
 
-NESTED = [mn.FOBMAML(nu=0.1), mn.FOBMAML(stencil="tangent"), mn.MAML(), mn.IMAML(cg_steps=2), mn.ESMAML(samples=1)]
+NESTED = [
+    mn.FOBMAML(nu=0.1),
+    mn.FOBMAML(stencil="tangent"),
+    mn.MAML(),
+    mn.IMAML(cg_steps=2),
+    mn.ESMAML(samples=1),
+]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("estimator", "engine"), [(e, engine) for e in NESTED for engine in e.engines], ids=ids)
+@pytest.mark.parametrize(
+    ("estimator", "engine"), [(e, engine) for e in NESTED for engine in e.engines], ids=ids
+)
 def test_batches_may_be_nested(estimator: Estimator, engine: str, form: str):
-    """Inputs as tuple, list or dict, and a nested batch with a constant in it, give what the plain tensor gives."""
+    """Inputs as tuple, list or dict, and a nested batch with a constant in it, give what the plain
+    tensor gives.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 6, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(3, 6, 2, generator=generator, dtype=torch.float64)
     shape = FORMS[form]
-    solver = mn.GradientDescent(lr=0.1, steps=2, batch_size=None if isinstance(estimator, mn.IMAML) else 3)
-    plain = Setup(seeded(0, Whole), F.mse_loss, mn.TaskBatch((x[:, :4], y[:, :4]), (x[:, 4:], y[:, 4:])))
+    solver = mn.GradientDescent(
+        lr=0.1, steps=2, batch_size=None if isinstance(estimator, mn.IMAML) else 3
+    )
+    plain = Setup(
+        seeded(0, Whole), F.mse_loss, mn.TaskBatch((x[:, :4], y[:, :4]), (x[:, 4:], y[:, 4:]))
+    )
     loss = nested_loss if form == "nested" else F.mse_loss
     tasks = mn.TaskBatch(shape(x[:, :4], y[:, :4]), shape(x[:, 4:], y[:, 4:]))
     nested = Setup(seeded(0, Parts), loss, tasks)
     truth = gradient(plain, estimator, engine, solver=solver)
-    assert relative_error(gradient(nested, estimator, engine, solver=solver), truth) < rounding(estimator)
+    assert relative_error(gradient(nested, estimator, engine, solver=solver), truth) < rounding(
+        estimator
+    )
     one_by_one = mn.TaskBatch.of(list(tasks))
-    assert relative_error(gradient(nested, estimator, engine, one_by_one, solver=solver), truth) < rounding(estimator)
+    assert relative_error(
+        gradient(nested, estimator, engine, one_by_one, solver=solver), truth
+    ) < rounding(estimator)
 
 
-# ------------------------------------------------------------------------------------------------ dropout
+# ------------------------------------------------------------------------------------------ dropout
 
 
 class RecordingDropout(nn.Module):
@@ -276,28 +351,48 @@ def recording_setup(tasks: int) -> tuple[Setup, RecordingDropout]:
 @pytest.mark.parametrize("stencil", ["symmetric", "five-point"])
 def test_all_solves_of_a_stencil_see_the_same_masks_in_place(stencil: str):
     setup, recorder = recording_setup(tasks=2)
-    learner = learner_for(setup, mn.FOBMAML(nu=0.1, stencil=stencil), "inplace", solver=mn.GradientDescent(0.1, 3))
+    learner = learner_for(
+        setup, mn.FOBMAML(nu=0.1, stencil=stencil), "inplace", solver=mn.GradientDescent(0.1, 3)
+    )
     learner.meta_gradient(setup.tasks, metrics=False)
     masks = torch.stack(recorder.masks)
     solves = 2 * learner.estimator.width
-    assert len(masks) == solves * 3 * 2, "one mask a step for the support loss, one for the query loss"
+    assert len(masks) == solves * 3 * 2, (
+        "one mask a step for the support loss, one for the query loss"
+    )
     by_solve = masks.view(solves, 3, 2, *masks.shape[1:])
-    assert torch.equal(by_solve, by_solve[:1].expand_as(by_solve)), "the solves of all tasks and nudges share their masks"
+    assert torch.equal(by_solve, by_solve[:1].expand_as(by_solve)), (
+        "the solves of all tasks and nudges share their masks"
+    )
     of_one = by_solve[0].flatten(0, 1)
     for i in range(len(of_one)):
         for j in range(i):
-            assert not torch.equal(of_one[i], of_one[j]), "steps, and support and query, have masks of their own"
+            assert not torch.equal(of_one[i], of_one[j]), (
+                "steps, and support and query, have masks of their own"
+            )
 
 
 def test_all_solves_of_a_stencil_see_the_same_masks_stacked():
-    """Under vmap one mask serves all rows, and chunks draw the same ones again; they are those of the in-place engine."""
+    """Under vmap one mask serves all rows, and chunks draw the same ones again; they are those of
+    the in-place engine.
+    """
     drawn = {}
-    for label, engine, chunk in (("whole", "stacked", None), ("chunks", "stacked", 1), ("inplace", "inplace", None)):
+    for label, engine, chunk in (
+        ("whole", "stacked", None),
+        ("chunks", "stacked", 1),
+        ("inplace", "inplace", None),
+    ):
         setup, recorder = recording_setup(tasks=2)
-        learner = learner_for(setup, mn.FOBMAML(nu=0.1), engine, chunk=chunk, solver=mn.GradientDescent(0.1, 3))
+        learner = learner_for(
+            setup, mn.FOBMAML(nu=0.1), engine, chunk=chunk, solver=mn.GradientDescent(0.1, 3)
+        )
         learner.meta_gradient(setup.tasks, metrics=False, seed=11)
         drawn[label] = torch.stack(recorder.masks)
-    assert drawn["whole"].shape == (3 * 2, 8, 16), "one mask a loss evaluation, without an axis for the rows"
+    assert drawn["whole"].shape == (
+        3 * 2,
+        8,
+        16,
+    ), "one mask a loss evaluation, without an axis for the rows"
     assert torch.equal(drawn["chunks"], drawn["whole"].repeat(4, 1, 1))
     assert torch.equal(drawn["inplace"], drawn["chunks"])
 
@@ -305,7 +400,9 @@ def test_all_solves_of_a_stencil_see_the_same_masks_stacked():
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
 @pytest.mark.parametrize("setup", ["mlp-dropout", "conv_net-dropout", "attention-dropout"])
 def test_with_dropout_the_difference_tends_to_the_tangent(setup: str, engine: str):
-    """With other masks in the two solves the difference would grow like 1/ν; with the same ones it has a limit."""
+    """With other masks in the two solves the difference would grow like 1/ν; with the same ones it
+    has a limit.
+    """
     built = SETUPS[setup](tasks=2)
     limit = gradient(built, mn.FOBMAML(stencil="tangent"))
     error = relative_error(gradient(built, mn.FOBMAML(nu=1e-4), engine), limit)
@@ -326,14 +423,18 @@ def test_masks_change_from_call_to_call_and_repeat_with_the_seed(engine: str):
     again = calls(seed=1)
     assert relative_error(first, second) > 1e-2
     assert relative_error(first, calls(seed=2)[0]) > 1e-2
-    assert all(torch.equal(first[n], again[0][n]) and torch.equal(second[n], again[1][n]) for n in first)
+    assert all(
+        torch.equal(first[n], again[0][n]) and torch.equal(second[n], again[1][n]) for n in first
+    )
 
 
 @pytest.mark.parametrize(("estimator", "engine"), FEW_RUNS, ids=ids)
 def test_measuring_does_not_change_the_gradient(estimator: Estimator, engine: str):
     setup = small(dropout=0.3)
     learner = learner_for(setup, estimator, engine)
-    with_metrics, without = (learner.meta_gradient(setup.tasks, seed=1, metrics=m)[0] for m in (True, False))
+    with_metrics, without = (
+        learner.meta_gradient(setup.tasks, seed=1, metrics=m)[0] for m in (True, False)
+    )
     assert all(torch.equal(with_metrics[n], without[n]) for n in without)
 
 

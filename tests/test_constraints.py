@@ -1,4 +1,6 @@
-"""Every package that `make` installs is pinned: what both pyproject.toml name, what builds the packages, and all that these need."""
+"""Every package that `make` installs is pinned: what both pyproject.toml name, what builds the
+packages, and all that these need.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-PYPROJECT, LAB = (tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8")) for folder in ("", "lab"))
-FROM_TORCH = re.compile("nvidia-|cuda-|triton")  # torch's builds for CUDA name the versions themselves
+PYPROJECT, LAB = (
+    tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))
+    for folder in ("", "lab")
+)
+# torch's builds for CUDA name the versions themselves
+FROM_TORCH = re.compile("nvidia-|cuda-|triton")
 
 
 def pins() -> dict[str, SpecifierSet]:
@@ -29,8 +35,17 @@ def needed() -> dict[str, str | None]:
     """The name of every package that `make` installs here, and its version, if it is there."""
     project = PYPROJECT["project"]
     # hatchling asks for `editables` by itself when it makes an editable install.
-    named = [*project["dependencies"], *project["optional-dependencies"]["dev"], *LAB["project"]["dependencies"]]
-    queue = [*named, *PYPROJECT["build-system"]["requires"], *LAB["build-system"]["requires"], "editables"]
+    named = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *LAB["project"]["dependencies"],
+    ]
+    queue = [
+        *named,
+        *PYPROJECT["build-system"]["requires"],
+        *LAB["build-system"]["requires"],
+        "editables",
+    ]
     queue = [text for text in queue if Requirement(text).name != project["name"]]
     found: dict[str, str | None] = {}
     while queue:
@@ -68,8 +83,14 @@ def test_pins_are_exact():
     assert "torch>=2.10" in PYPROJECT["project"]["dependencies"]
 
 
-@pytest.mark.skipif(not Path(sys.prefix, ".ready").exists(), reason="not the environment that make builds")
+@pytest.mark.skipif(
+    not Path(sys.prefix, ".ready").exists(), reason="not the environment that make builds"
+)
 def test_the_environment_holds_the_pinned_versions():
     expected = pins()
-    other = {name: version for name, version in needed().items() if version and name in expected and version not in expected[name]}
+    other = {
+        name: version
+        for name, version in needed().items()
+        if version and name in expected and version not in expected[name]
+    }
     assert not other, "delete .venv; make builds it anew"

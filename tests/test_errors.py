@@ -1,4 +1,6 @@
-"""Errors say what happened with its value, why, and what to do; and whatever fails, the model is as it was."""
+"""Errors say what happened with its value, why, and what to do; and whatever fails, the model is as
+it was.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from conformance import SETUPS, SOLVER, Snapshot, give_gradients, learner_for
 from problems import Setup, classification_tasks, conv_net, mlp, seeded, transformer
 
 # torch's own forward-mode decompositions are scripted on first use.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 ENGINES = ("stacked", "inplace")
 CE = F.cross_entropy
@@ -27,7 +31,9 @@ LINEAR = seeded(0, lambda: nn.Linear(1, 1))
 
 @contextmanager
 def refused(error: type[Exception], *parts: str, model: nn.Module | None = None) -> Iterator[None]:
-    """The block raises `error`, its message holds all the parts, and the model and the random states are as before."""
+    """The block raises `error`, its message holds all the parts, and the model and the random
+    states are as before.
+    """
     model = nn.Identity() if model is None else model
     give_gradients(model)
     before = Snapshot(model)
@@ -42,7 +48,10 @@ def refused(error: type[Exception], *parts: str, model: nn.Module | None = None)
 
 def mapping(value: Any) -> Callable[[nn.Module], dict[str, Any]]:
     """A stiffness per tensor or per parameter with one bad value in it."""
-    return lambda model: {n: value(p) if callable(value) and n == "0.weight" else 1.0 for n, p in model.named_parameters()}
+    return lambda model: {
+        n: value(p) if callable(value) and n == "0.weight" else 1.0
+        for n, p in model.named_parameters()
+    }
 
 
 def one_bad(bad: float) -> Callable[[Tensor], Tensor]:
@@ -54,7 +63,7 @@ def one_bad(bad: float) -> Callable[[Tensor], Tensor]:
     return build
 
 
-# --------------------------------------------------------------------------------------------- arguments
+# ---------------------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.parametrize(
@@ -70,12 +79,29 @@ def one_bad(bad: float) -> Callable[[Tensor], Tensor]:
         (mapping(one_bad(math.nan)), r"lam\['0\.weight'\].*nan"),
         (mapping(one_bad(math.inf)), r"lam\['0\.weight'\].*inf"),
     ],
-    ids=["zero", "negative", "nan", "inf", "tensor", "per tensor", "per parameter", "nan inside", "inf inside"],
+    ids=[
+        "zero",
+        "negative",
+        "nan",
+        "inf",
+        "tensor",
+        "per tensor",
+        "per parameter",
+        "nan inside",
+        "inf inside",
+    ],
 )
 def test_lam_must_be_positive(lam: Any, shown: str):
     model = mlp().model
     lam = lam(model) if callable(lam) else lam
-    with refused(ValueError, shown, "positive and finite", "no unique solution", "Start with 2.0", model=model):
+    with refused(
+        ValueError,
+        shown,
+        "positive and finite",
+        "no unique solution",
+        "Start with 2.0",
+        model=model,
+    ):
         mn.MetaLearner(model, CE, lam=lam)
     learner = mn.MetaLearner(model, CE)
     learner.lam = lam  # also when it is exchanged later
@@ -86,10 +112,19 @@ def test_lam_must_be_positive(lam: Any, shown: str):
 @pytest.mark.parametrize(
     ("lam", "parts"),
     [
-        ({"0.weight": 1.0, "nonsense": 1.0}, ["unknown: nonsense", "missing: 0.bias, 2.bias, 2.weight", "0.weight, 0.bias"]),
+        (
+            {"0.weight": 1.0, "nonsense": 1.0},
+            ["unknown: nonsense", "missing: 0.bias, 2.bias, 2.weight", "0.weight, 0.bias"],
+        ),
         ({}, ["missing: 0.bias, 0.weight, 2.bias, 2.weight"]),
         (torch.ones(3), [r"\(3,\)", "mapping from parameter name"]),
-        (mapping(lambda p: torch.ones(2)), [r"lam\['0\.weight'\].*\(2,\).*\(5, 3\)", "number or a tensor of the parameter's shape"]),
+        (
+            mapping(lambda p: torch.ones(2)),
+            [
+                r"lam\['0\.weight'\].*\(2,\).*\(5, 3\)",
+                "number or a tensor of the parameter's shape",
+            ],
+        ),
     ],
     ids=["wrong names", "no names", "one tensor for all", "wrong shape"],
 )
@@ -104,7 +139,9 @@ BAD_COUNTS = [0, -3, 2.5, "3", True, None]
 
 
 @pytest.mark.parametrize("value", BAD_NUMBERS, ids=repr)
-@pytest.mark.parametrize("make", [lambda v: mn.GradientDescent(lr=v, steps=2), lambda v: mn.Nesterov(lr=v, steps=2)])
+@pytest.mark.parametrize(
+    "make", [lambda v: mn.GradientDescent(lr=v, steps=2), lambda v: mn.Nesterov(lr=v, steps=2)]
+)
 def test_lr_must_be_positive(make: Callable[[Any], Any], value: Any):
     with refused(ValueError, rf"lr must be a positive number, got {re.escape(repr(value))}", "lam"):
         make(value)
@@ -123,13 +160,21 @@ def test_lr_must_be_positive(make: Callable[[Any], Any], value: Any):
     ids=["GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG"],
 )
 def test_steps_must_be_a_positive_count(make: Callable[[Any], Any], value: Any):
-    with refused(ValueError, rf"steps must be a whole number of at least 1, got {re.escape(repr(value))}", "usual"):
+    with refused(
+        ValueError,
+        rf"steps must be a whole number of at least 1, got {re.escape(repr(value))}",
+        "usual",
+    ):
         make(value)
 
 
-@pytest.mark.parametrize("value", [v for v in BAD_NUMBERS if v is not None and not isinstance(v, str)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [v for v in BAD_NUMBERS if v is not None and not isinstance(v, str)], ids=repr
+)
 def test_nu_must_be_positive(value: Any):
-    with refused(ValueError, rf"nu must be a positive number, got {re.escape(repr(value))}", "Start with 0.1"):
+    with refused(
+        ValueError, rf"nu must be a positive number, got {re.escape(repr(value))}", "Start with 0.1"
+    ):
         mn.FOBMAML(nu=value)
 
 
@@ -141,10 +186,22 @@ def test_tangent_takes_no_nu():
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lambda: mn.FOBMAML(nu=0.1, stencil="central"), ["Unknown stencil 'central'", "symmetric", "five-point", "tangent"]),
-        (lambda: mn.FOBMAML(nu=0.1, nudge="hessian"), ["Unknown nudge 'hessian'", "loss, gradient"]),
-        (lambda: mn.FOBMAML(nu=0.1, start="zero"), ["Unknown start 'zero'", "theta, shifted, solution"]),
-        (lambda: mn.MetaLearner(LINEAR, CE, engine="gpu"), ["Unknown engine 'gpu'", "auto, stacked, inplace"]),
+        (
+            lambda: mn.FOBMAML(nu=0.1, stencil="central"),
+            ["Unknown stencil 'central'", "symmetric", "five-point", "tangent"],
+        ),
+        (
+            lambda: mn.FOBMAML(nu=0.1, nudge="hessian"),
+            ["Unknown nudge 'hessian'", "loss, gradient"],
+        ),
+        (
+            lambda: mn.FOBMAML(nu=0.1, start="zero"),
+            ["Unknown start 'zero'", "theta, shifted, solution"],
+        ),
+        (
+            lambda: mn.MetaLearner(LINEAR, CE, engine="gpu"),
+            ["Unknown engine 'gpu'", "auto, stacked, inplace"],
+        ),
         (lambda: mn.MetaLearner(LINEAR, CE, chunk=0), ["chunk .* 0", "solves"]),
         (lambda: mn.ESMAML(sigma=0.0), [r"sigma .*0\.0", "usual"]),
         (lambda: mn.ESMAML(samples=0), ["samples .* 0", "usual"]),
@@ -159,9 +216,15 @@ def test_tangent_takes_no_nu():
         (lambda: mn.Nesterov(0.1, 5, momentum=1.0), [r"momentum .*1\.0", "Leave it out"]),
         (lambda: mn.LBFGS(history=0), ["history .* 0"]),
         (lambda: mn.NewtonCG(damping=-1.0), [r"damping .*-1\.0"]),
-        (lambda: mn.TorchOptimizer(torch.optim.Adam, 5, {"learning_rate": 0.1}), ["Adam .*learning_rate", "Check"]),
+        (
+            lambda: mn.TorchOptimizer(torch.optim.Adam, 5, {"learning_rate": 0.1}),
+            ["Adam .*learning_rate", "Check"],
+        ),
         (lambda: mn.TorchOptimizer(torch.optim.Adam, 5, {"lr": -1.0}), [r"Adam .*-1\.0"]),
-        (lambda: mn.TorchOptimizer(torch.optim.Adam, 5, {"differentiable": True}), ["differentiable", "in place"]),
+        (
+            lambda: mn.TorchOptimizer(torch.optim.Adam, 5, {"differentiable": True}),
+            ["differentiable", "in place"],
+        ),
     ],
 )
 def test_wrong_arguments(make: Callable[[], Any], parts: list[str]):
@@ -172,7 +235,10 @@ def test_wrong_arguments(make: Callable[[], Any], parts: list[str]):
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lambda: mn.TorchOptimizer(torch.optim.SGD([torch.zeros(1)], 0.1), 5), ["not an instance", "torch.optim.Adam"]),
+        (
+            lambda: mn.TorchOptimizer(torch.optim.SGD([torch.zeros(1)], 0.1), 5),
+            ["not an instance", "torch.optim.Adam"],
+        ),
         (lambda: mn.MetaLearner(torch.tanh, CE), ["nn.Module", "builtin"]),
         (lambda: mn.MetaLearner(LINEAR, "mse"), ["callable", "str", "cross_entropy"]),
     ],
@@ -182,7 +248,7 @@ def test_wrong_types(make: Callable[[], Any], parts: list[str]):
         make()
 
 
-# ---------------------------------------------------------------------------- combinations that cannot work
+# -------------------------------------------------------------------- combinations that cannot work
 
 
 @pytest.mark.parametrize(
@@ -192,31 +258,70 @@ def test_wrong_types(make: Callable[[], Any], parts: list[str]):
             mn.MAML(),
             mn.TorchOptimizer(torch.optim.SGD, 2, {"lr": 0.1}),
             TypeError,
-            ["MAML differentiates the solver's steps", "TorchOptimizer updates in place", "GradientDescent", "FOBMAML"],
+            [
+                "MAML differentiates the solver's steps",
+                "TorchOptimizer updates in place",
+                "GradientDescent",
+                "FOBMAML",
+            ],
         ),
         (mn.MAML(), mn.LBFGS(), TypeError, ["LBFGS", "GradientDescent", "FOBMAML"]),
         (mn.MAML(), mn.NewtonCG(), TypeError, ["NewtonCG", "GradientDescent"]),
-        (mn.MAML(), mn.GradientDescent(0.1, 5, tol=1e-3), ValueError, ["tol=0.001", "fixed number of steps", "Leave tol out"]),
-        (mn.FOBMAML(stencil="tangent"), mn.LBFGS(), TypeError, ["tangent", "LBFGS", "GradientDescent or Nesterov", "symmetric"]),
-        (mn.FOBMAML(stencil="tangent"), mn.GradientDescent(0.1, 5, tol=1e-3), ValueError, ["tol=0.001", "Leave tol out"]),
-        (mn.FOBMAML(nu=0.1, unshrink=True), mn.NewtonCG(), TypeError, ["unshrink", "NewtonCG", "GradientDescent"]),
+        (
+            mn.MAML(),
+            mn.GradientDescent(0.1, 5, tol=1e-3),
+            ValueError,
+            ["tol=0.001", "fixed number of steps", "Leave tol out"],
+        ),
+        (
+            mn.FOBMAML(stencil="tangent"),
+            mn.LBFGS(),
+            TypeError,
+            ["tangent", "LBFGS", "GradientDescent or Nesterov", "symmetric"],
+        ),
+        (
+            mn.FOBMAML(stencil="tangent"),
+            mn.GradientDescent(0.1, 5, tol=1e-3),
+            ValueError,
+            ["tol=0.001", "Leave tol out"],
+        ),
+        (
+            mn.FOBMAML(nu=0.1, unshrink=True),
+            mn.NewtonCG(),
+            TypeError,
+            ["unshrink", "NewtonCG", "GradientDescent"],
+        ),
         (mn.Reptile(), mn.NewtonCG(), TypeError, ["learning rate", "NewtonCG", r"Reptile\(scale="]),
     ],
-    ids=lambda value: repr(value)[:40] if hasattr(value, "steps") or hasattr(value, "accumulate") else "",
+    ids=lambda value: (
+        repr(value)[:40] if hasattr(value, "steps") or hasattr(value, "accumulate") else ""
+    ),
 )
-def test_estimators_and_solvers_that_do_not_fit(estimator: Any, solver: Any, error: type[Exception], parts: list[str]):
+def test_estimators_and_solvers_that_do_not_fit(
+    estimator: Any, solver: Any, error: type[Exception], parts: list[str]
+):
     setup = mlp()
     learner = learner_for(setup, estimator, "auto", solver=solver)
     with refused(error, *parts, model=setup.model):
         learner.backward(setup.tasks)
 
 
-@pytest.mark.parametrize("estimator", [mn.MAML(), mn.Exact(), mn.FOBMAML(stencil="tangent")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "estimator",
+    [mn.MAML(), mn.Exact(), mn.FOBMAML(stencil="tangent")],
+    ids=lambda e: type(e).__name__,
+)
 def test_estimators_that_need_the_stacked_engine(estimator: Any):
     setup = mlp()
     learner = learner_for(setup, estimator, "inplace")
     name = type(estimator).__name__
-    with refused(ValueError, rf"{name} runs on stacked, not on inplace", 'engine="stacked"', "FOBMAML", model=setup.model):
+    with refused(
+        ValueError,
+        rf"{name} runs on stacked, not on inplace",
+        'engine="stacked"',
+        "FOBMAML",
+        model=setup.model,
+    ):
         learner.backward(setup.tasks)
 
 
@@ -231,7 +336,9 @@ def test_no_parameter_requires_grad():
     setup = mlp()
     learner = learner_for(setup)
     setup.model.requires_grad_(False)
-    with refused(ValueError, "No parameter", "nothing to meta-learn", "requires_grad=True", model=setup.model):
+    with refused(
+        ValueError, "No parameter", "nothing to meta-learn", "requires_grad=True", model=setup.model
+    ):
         mn.MetaLearner(setup.model, CE)
     with refused(ValueError, "No parameter", "requires_grad=True", model=setup.model):
         learner.backward(setup.tasks)
@@ -239,7 +346,7 @@ def test_no_parameter_requires_grad():
         mn.MetaLearner(nn.Tanh(), CE)
 
 
-# ------------------------------------------------------------------------------- models that cannot be stacked
+# -------------------------------------------------------------------- models that cannot be stacked
 
 
 class Item(nn.Module):
@@ -273,11 +380,22 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("block", [Item, Branch, Choice, Recurrent])
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=0.1), mn.MAML(), mn.FOBMAML(stencil="tangent")], ids=["fd", "maml", "tangent"])
+@pytest.mark.parametrize(
+    "estimator",
+    [mn.FOBMAML(nu=0.1), mn.MAML(), mn.FOBMAML(stencil="tangent")],
+    ids=["fd", "maml", "tangent"],
+)
 def test_a_module_that_cannot_be_stacked_is_named(block: type[nn.Module], estimator: Any):
-    model = seeded(0, lambda: nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), block()), nn.Linear(3, 3)))
+    model = seeded(
+        0,
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), block()), nn.Linear(3, 3)),
+    )
     learner = learner_for(Setup(model, CE, mlp().tasks), estimator)
-    expected = r"1\.1\.lstm \(LSTM\)|1\.1 \(Recurrent\)" if block is Recurrent else rf"1\.1 \({block.__name__}\)"
+    expected = (
+        r"1\.1\.lstm \(LSTM\)|1\.1 \(Recurrent\)"
+        if block is Recurrent
+        else rf"1\.1 \({block.__name__}\)"
+    )
     with refused(mn.StackingError, expected, "vmap", 'engine="inplace"', model=model):
         learner.backward(mlp().tasks)
 
@@ -293,7 +411,7 @@ def test_a_loss_that_cannot_be_stacked_is_not_blamed_on_a_module():
         learner.backward(setup.tasks)
 
 
-# ------------------------------------------------------------------------------------------------- losses
+# ------------------------------------------------------------------------------------------- losses
 
 
 def float_loss(output: Tensor, target: Tensor) -> Any:
@@ -315,7 +433,12 @@ def unreduced_loss(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("loss", "got"),
-    [(unreduced_loss, r"shape \([69],\)"), (float_loss, "float"), (tuple_loss, "tuple"), (none_loss, "NoneType")],
+    [
+        (unreduced_loss, r"shape \([69],\)"),
+        (float_loss, "float"),
+        (tuple_loss, "tuple"),
+        (none_loss, "NoneType"),
+    ],
     ids=["not a scalar", "a number", "a tuple", "nothing"],
 )
 def test_the_loss_must_be_a_scalar_tensor(loss: Any, got: str, engine: str):
@@ -337,13 +460,17 @@ def test_the_loss_must_be_a_scalar_tensor(loss: Any, got: str, engine: str):
 )
 def test_batches_must_be_pairs_for_a_loss_of_output_and_target(batch: Any, got: str, engine: str):
     setup = mlp()
-    support, query = (batch(*part) for part in (setup.tasks.stacks[0].support, setup.tasks.stacks[0].query))
+    support, query = (
+        batch(*part) for part in (setup.tasks.stacks[0].support, setup.tasks.stacks[0].query)
+    )
     learner = learner_for(setup, engine=engine)
-    with refused(TypeError, r"\(inputs, targets\)", got, r"loss\(model, batch\)", model=setup.model):
+    with refused(
+        TypeError, r"\(inputs, targets\)", got, r"loss\(model, batch\)", model=setup.model
+    ):
         learner.backward(mn.TaskBatch(support, query))
 
 
-# -------------------------------------------------------------------------------------------------- tasks
+# -------------------------------------------------------------------------------------------- tasks
 
 
 X, Y = torch.zeros(2, 4, 3), torch.zeros(2, 4, dtype=torch.long)
@@ -352,15 +479,36 @@ X, Y = torch.zeros(2, 4, 3), torch.zeros(2, 4, dtype=torch.long)
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lambda: mn.Task((X[0, :0], Y[0, :0]), (X[0], Y[0])), ["support set is empty", r"\(0, 3\)", "at least one"]),
-        (lambda: mn.Task((X[0], Y[0]), (X[0, :0], Y[0, :0])), ["query set is empty", r"\(0, 3\)", "at least one"]),
-        (lambda: mn.TaskBatch((X[:, :0], Y[:, :0]), (X, Y)), ["support set is empty", r"\(2, 0, 3\)", "at least one"]),
-        (lambda: mn.TaskBatch((X, Y), (X[:, :0], Y[:, :0])), ["query set is empty", "at least one"]),
-        (lambda: mn.Task((X[0], Y[0, :3]), (X[0], Y[0])), ["support set", "disagree", r"\(4, 3\).*\(3,\)"]),
-        (lambda: mn.TaskBatch((X, Y), (X[:1], Y[:1])), ["number of tasks", r"\(2, 4, 3\)", "TaskBatch.of"]),
+        (
+            lambda: mn.Task((X[0, :0], Y[0, :0]), (X[0], Y[0])),
+            ["support set is empty", r"\(0, 3\)", "at least one"],
+        ),
+        (
+            lambda: mn.Task((X[0], Y[0]), (X[0, :0], Y[0, :0])),
+            ["query set is empty", r"\(0, 3\)", "at least one"],
+        ),
+        (
+            lambda: mn.TaskBatch((X[:, :0], Y[:, :0]), (X, Y)),
+            ["support set is empty", r"\(2, 0, 3\)", "at least one"],
+        ),
+        (
+            lambda: mn.TaskBatch((X, Y), (X[:, :0], Y[:, :0])),
+            ["query set is empty", "at least one"],
+        ),
+        (
+            lambda: mn.Task((X[0], Y[0, :3]), (X[0], Y[0])),
+            ["support set", "disagree", r"\(4, 3\).*\(3,\)"],
+        ),
+        (
+            lambda: mn.TaskBatch((X, Y), (X[:1], Y[:1])),
+            ["number of tasks", r"\(2, 4, 3\)", "TaskBatch.of"],
+        ),
         (lambda: mn.TaskBatch((X[:0], Y[:0]), (X[:0], Y[:0])), ["no task", "at least one"]),
         (lambda: mn.TaskBatch.of([]), ["no task", "at least one"]),
-        (lambda: mn.Task((), (X[0], Y[0])), ["support set holds no tensor", "tuple", r"\(inputs, targets\)"]),
+        (
+            lambda: mn.Task((), (X[0], Y[0])),
+            ["support set holds no tensor", "tuple", r"\(inputs, targets\)"],
+        ),
         (lambda: mn.Task((X[0], torch.tensor(1.0)), (X[0], Y[0])), [r"shape \(\)", "leading axis"]),
         (lambda: mn.TaskBatch((X, Y[0]), (X, Y)), [r"shape \(4,\)", "after the task axis"]),
     ],
@@ -390,11 +538,20 @@ def wide_queries(setup: Setup) -> mn.TaskBatch:
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
 @pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=0.1), mn.FOMAML()], ids=["FOBMAML", "FOMAML"])
-@pytest.mark.parametrize(("spoil", "which", "shape"), [(wide_inputs, "", r"6\)"), (wide_queries, "query", r"\(9, 6\)")])
+@pytest.mark.parametrize(
+    ("spoil", "which", "shape"), [(wide_inputs, "", r"6\)"), (wide_queries, "query", r"\(9, 6\)")]
+)
 def test_inputs_of_another_shape(spoil: Any, which: str, shape: str, engine: str, estimator: Any):
     setup = mlp()
     learner = learner_for(setup, estimator, engine)
-    with refused(ValueError, rf"{which} data", shape, r"0 \(Linear\)", "Check that the tasks' shapes", model=setup.model):
+    with refused(
+        ValueError,
+        rf"{which} data",
+        shape,
+        r"0 \(Linear\)",
+        "Check that the tasks' shapes",
+        model=setup.model,
+    ):
         learner.backward(spoil(setup))
     with refused(ValueError, r"0 \(Linear\)", model=setup.model):
         learner.evaluate(spoil(setup))
@@ -416,7 +573,13 @@ def test_inputs_that_a_module_asserts_against(engine: str):
     setup = transformer()
     tasks = classification_tasks((3, 6), 3, 2, 6, 9, 0)
     learner = learner_for(setup, engine=engine)
-    with refused(ValueError, r"\((6|9), 3, 6\)", r"encoder\.self_attn \(MultiheadAttention\)", "Check", model=setup.model):
+    with refused(
+        ValueError,
+        r"\((6|9), 3, 6\)",
+        r"encoder\.self_attn \(MultiheadAttention\)",
+        "Check",
+        model=setup.model,
+    ):
         learner.backward(tasks)
 
 
@@ -431,13 +594,21 @@ def test_targets_that_do_not_fit_the_loss(targets: Callable[[Tensor], Tensor], e
     (x, y), (u, v) = setup.tasks.stacks[0].support, setup.tasks.stacks[0].query
     tasks = mn.TaskBatch((x, targets(y).contiguous()), (u, targets(v).contiguous()))
     learner = learner_for(setup, engine=engine)
-    with refused(ValueError, "failed on the (support|query) data of a task", "loss", "Check", model=setup.model):
+    with refused(
+        ValueError,
+        "failed on the (support|query) data of a task",
+        "loss",
+        "Check",
+        model=setup.model,
+    ):
         learner.backward(tasks)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_more_targets_than_outputs(engine: str):
-    """torch itself answers this one with a ValueError; it needs the same help as its RuntimeErrors."""
+    """torch itself answers this one with a ValueError; it needs the same help as its
+    RuntimeErrors.
+    """
     setup = mlp()
     model = nn.Sequential(setup.model, Halve())
     learner = learner_for(Setup(model, CE, setup.tasks), engine=engine)
@@ -469,7 +640,9 @@ def test_data_on_another_device(call: str, engine: str):
     tasks = setup.tasks.to("meta")
     learner = learner_for(setup, engine=engine)
     data = tasks[0].support if call == "adapt" else tasks
-    with refused(ValueError, "lie on meta", "model on cpu", r"tasks\.to\('cpu'\)", model=setup.model):
+    with refused(
+        ValueError, "lie on meta", "model on cpu", r"tasks\.to\('cpu'\)", model=setup.model
+    ):
         getattr(learner, call)(data)
 
 
@@ -478,7 +651,10 @@ def test_one_task_of_another_dtype_or_device(engine: str):
     """In a batch of tasks that differ, the odd one out is found."""
     setup = mlp()
     learner = learner_for(setup, engine=engine)
-    for odd, part in ((setup.tasks[1].to(torch.float32), "float32"), (setup.tasks[1].to("meta"), "meta")):
+    for odd, part in (
+        (setup.tasks[1].to(torch.float32), "float32"),
+        (setup.tasks[1].to("meta"), "meta"),
+    ):
         with refused(ValueError, part, model=setup.model):
             learner.backward([setup.tasks[0], odd, setup.tasks[2]])
 
@@ -489,7 +665,7 @@ def test_parameters_on_several_devices():
         mn.MetaLearner(model, CE)
 
 
-# --------------------------------------------------------------------------------- NaN and Inf in a solve
+# --------------------------------------------------------------------------- NaN and Inf in a solve
 
 
 class Scaled(nn.Module):
@@ -505,22 +681,30 @@ class Scaled(nn.Module):
 
 
 def blows_up(output: Tensor, target: Tensor) -> Tensor:
-    """A mean of squares; gradient descent on a large input overflows after a known number of steps."""
+    """A mean of squares; gradient descent on a large input overflows after a known number of
+    steps.
+    """
     return ((output - target) ** 2).mean()
 
 
 def diverging(bad: int = 2, tasks: int = 4) -> Setup:
-    """The support set of one task has inputs of 1e20: its error grows by a factor of about 1e39 a step, the loss by 1e78."""
+    """The support set of one task has inputs of 1e20: its error grows by a factor of about 1e39 a
+    step, the loss by 1e78.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tasks, 6, 2, generator=generator, dtype=torch.float64)
     y = torch.randn(tasks, 6, generator=generator, dtype=torch.float64)
     support = x[:, :3].clone()
     support[bad] *= 1e20
-    return Setup(seeded(0, Scaled), blows_up, mn.TaskBatch((support, y[:, :3]), (x[:, 3:], y[:, 3:])))
+    return Setup(
+        seeded(0, Scaled), blows_up, mn.TaskBatch((support, y[:, :3]), (x[:, 3:], y[:, 3:]))
+    )
 
 
 def first_bad_step(setup: Setup, task: int, lr: float, lam: float) -> int:
-    """The inner step at which loss or gradient of the diverging task stop being finite, found by hand."""
+    """The inner step at which loss or gradient of the diverging task stop being finite, found by
+    hand.
+    """
     x, y = setup.tasks[task].support
     theta = setup.model.weight.detach()
     phi = theta.clone()
@@ -553,40 +737,72 @@ DIVERGING_RUNS = [(name, engine) for name, e in DIVERGING.items() for engine in 
 
 @pytest.mark.parametrize(
     ("estimator", "engine", "chunk"),
-    [(*run, None) for run in DIVERGING_RUNS] + [(*run, 1) for run in DIVERGING_RUNS if run[1] == "stacked"],
+    [(*run, None) for run in DIVERGING_RUNS]
+    + [(*run, 1) for run in DIVERGING_RUNS if run[1] == "stacked"],
 )
-def test_a_diverging_solve_names_task_step_and_quantity(estimator: str, engine: str, chunk: int | None):
+def test_a_diverging_solve_names_task_step_and_quantity(
+    estimator: str, engine: str, chunk: int | None
+):
     setup = diverging()
     step = first_bad_step(setup, 2, lr=0.1, lam=2.0)
     assert step == 3, "not the first step, and not the last"
-    learner = learner_for(setup, DIVERGING[estimator], engine, solver=mn.GradientDescent(0.1, 6), chunk=chunk)
-    said = [f"inner step {step}", "(support|nudged) loss|gradient", "smaller lr", r"Nothing was written to \.grad"]
+    learner = learner_for(
+        setup, DIVERGING[estimator], engine, solver=mn.GradientDescent(0.1, 6), chunk=chunk
+    )
+    said = [
+        f"inner step {step}",
+        "(support|nudged) loss|gradient",
+        "smaller lr",
+        r"Nothing was written to \.grad",
+    ]
     with refused(mn.NonFiniteError, "task 2", *said, model=setup.model):
         learner.backward(setup.tasks)
 
 
 @pytest.mark.parametrize("where", ["inputs", "targets"])
-@pytest.mark.parametrize(("estimator", "engine"), [r for r in DIVERGING_RUNS if r[0] in ("FOBMAML", "FOMAML", "MAML", "IMAML")])
+@pytest.mark.parametrize(
+    ("estimator", "engine"),
+    [r for r in DIVERGING_RUNS if r[0] in ("FOBMAML", "FOMAML", "MAML", "IMAML")],
+)
 def test_nan_in_the_support_data_shows_at_step_0(estimator: str, engine: str, where: str):
     setup = diverging()
     (x, y), query = setup.tasks.stacks[0].support, setup.tasks.stacks[0].query
     x = x.clamp(-3, 3)
     (x if where == "inputs" else y)[2, 1] = math.nan
     learner = learner_for(setup, DIVERGING[estimator], engine)
-    with refused(mn.NonFiniteError, "task 2", "inner step 0", "loss", "NaN in the data", model=setup.model):
+    with refused(
+        mn.NonFiniteError, "task 2", "inner step 0", "loss", "NaN in the data", model=setup.model
+    ):
         learner.backward(mn.TaskBatch((x, y), query))
 
 
-QUERY_USERS = ("FOBMAML", "FOBMAML-gradient", "tangent", "FOMAML", "MAML", "IMAML", "Exact", "ESMAML")
+QUERY_USERS = (
+    "FOBMAML",
+    "FOBMAML-gradient",
+    "tangent",
+    "FOMAML",
+    "MAML",
+    "IMAML",
+    "Exact",
+    "ESMAML",
+)
 
 
-@pytest.mark.parametrize(("estimator", "engine"), [r for r in DIVERGING_RUNS if r[0] in QUERY_USERS])
+@pytest.mark.parametrize(
+    ("estimator", "engine"), [r for r in DIVERGING_RUNS if r[0] in QUERY_USERS]
+)
 def test_nan_in_the_query_data_names_the_task(estimator: str, engine: str):
     setup = diverging()
     (x, y), (u, v) = setup.tasks.stacks[0].support, setup.tasks.stacks[0].query
     v[2, 1] = math.inf
     learner = learner_for(setup, DIVERGING[estimator], engine)
-    with refused(mn.NonFiniteError, "task 2", "query|nudged|tangent", r"Nothing was written to \.grad", model=setup.model):
+    with refused(
+        mn.NonFiniteError,
+        "task 2",
+        "query|nudged|tangent",
+        r"Nothing was written to \.grad",
+        model=setup.model,
+    ):
         learner.backward(mn.TaskBatch((x.clamp(-3, 3), y), (u, v)))
 
 
@@ -601,7 +817,11 @@ def test_the_place_of_a_task_in_a_ragged_batch_is_its_own(engine: str):
         learner.backward(tasks)
 
 
-@pytest.mark.parametrize("solver", [mn.Nesterov(0.1, 8), mn.TorchOptimizer(torch.optim.SGD, 8, {"lr": 0.1})], ids=["nesterov", "sgd"])
+@pytest.mark.parametrize(
+    "solver",
+    [mn.Nesterov(0.1, 8), mn.TorchOptimizer(torch.optim.SGD, 8, {"lr": 0.1})],
+    ids=["nesterov", "sgd"],
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_other_solvers_that_diverge(solver: Any, engine: str):
     setup = diverging()
@@ -616,7 +836,9 @@ def test_parameters_that_are_nan(engine: str):
     learner = learner_for(setup, engine=engine)
     with torch.no_grad():
         setup.model[0].weight[0, 0] = math.nan
-    with refused(mn.NonFiniteError, "task 0", "inner step 0", "the model's parameters", model=setup.model):
+    with refused(
+        mn.NonFiniteError, "task 0", "inner step 0", "the model's parameters", model=setup.model
+    ):
         learner.backward(setup.tasks)
 
 
@@ -658,5 +880,11 @@ def test_the_setups_of_this_file_are_sound():
 def test_a_nudge_that_goes_too_far_alone_says_so(engine: str):
     setup = mlp()
     far = learner_for(setup, mn.FOBMAML(nu=1e200, start="shifted"), engine)
-    with refused(mn.NonFiniteError, "nudged problem", "Without the nudge all was finite", 'start="theta"', model=setup.model):
+    with refused(
+        mn.NonFiniteError,
+        "nudged problem",
+        "Without the nudge all was finite",
+        'start="theta"',
+        model=setup.model,
+    ):
         far.backward(setup.tasks)

@@ -21,7 +21,9 @@ def tasks():
 def learner():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    return mn.MetaLearner(model, nn.functional.cross_entropy, lam=2.0, solver=mn.GradientDescent(lr=0.2, steps=3))
+    return mn.MetaLearner(
+        model, nn.functional.cross_entropy, lam=2.0, solver=mn.GradientDescent(lr=0.2, steps=3)
+    )
 
 
 def test_targets_are_exact(learner, tasks):
@@ -30,7 +32,8 @@ def test_targets_are_exact(learner, tasks):
     assert maml.error_adaptation < 1e-12
     assert maml.cosine_adaptation == pytest.approx(1, abs=1e-12)
     assert report.optimum_residual < 1e-9
-    # Exact uses the learner's three steps, not the optimum: it must not be credited with the optimum's gradient.
+    # Exact uses the learner's three steps, not the optimum: it must not be credited with the
+    # optimum's gradient.
     assert 1e-3 < exact.error_implicit < 1
 
 
@@ -44,7 +47,9 @@ def test_converged_solver_reaches_the_implicit_target(learner, tasks):
 
 
 def test_agrees_with_meta_gradients_computed_directly(learner, tasks):
-    report = mn.check_gradient(learner, tasks, estimators=[mn.FOBMAML(nu=0.1), mn.FOMAML()], nus=[0.1], max_tasks=2)
+    report = mn.check_gradient(
+        learner, tasks, estimators=[mn.FOBMAML(nu=0.1), mn.FOMAML()], nus=[0.1], max_tasks=2
+    )
     twin = mn.MetaLearner(learner.model.double(), learner.loss, lam=2.0, solver=learner.solver)
     some = tasks[:2].to(torch.float64)
     gradients = []
@@ -53,12 +58,18 @@ def test_agrees_with_meta_gradients_computed_directly(learner, tasks):
         gradients.append(torch.cat([g.flatten() for g in twin.meta_gradient(some)[0].values()]))
     for row, g in zip(report.rows, gradients[:2], strict=True):
         truth = gradients[2]
-        assert row.error_adaptation == pytest.approx(float((g - truth).norm() / truth.norm()), rel=1e-9)
-        assert row.cosine_adaptation == pytest.approx(float(torch.cosine_similarity(g, truth, dim=0)), rel=1e-9)
+        assert row.error_adaptation == pytest.approx(
+            float((g - truth).norm() / truth.norm()), rel=1e-9
+        )
+        assert row.cosine_adaptation == pytest.approx(
+            float(torch.cosine_similarity(g, truth, dim=0)), rel=1e-9
+        )
 
 
 def test_tries_every_nu_and_prints_a_table(learner, tasks):
-    report = mn.check_gradient(learner, tasks, estimators=[mn.FOBMAML(nu=0.2), mn.FOMAML()], nus=[0.01, 0.1])
+    report = mn.check_gradient(
+        learner, tasks, estimators=[mn.FOBMAML(nu=0.2), mn.FOMAML()], nus=[0.01, 0.1]
+    )
     assert [row.nu for row in report.rows] == [0.01, 0.1, 0.2, None]
     text = str(report)
     assert "against the implicit gradient" in text
@@ -72,13 +83,16 @@ def test_leaves_the_learner_as_it_is(learner, tasks):
     mn.check_gradient(learner, tasks, estimators=[mn.FOMAML()])
     assert learner.calls == calls
     assert all(
-        torch.equal(p, b) and p.dtype == torch.float32 and p.grad is None for p, b in zip(learner.parameters(), before, strict=True)
+        torch.equal(p, b) and p.dtype == torch.float32 and p.grad is None
+        for p, b in zip(learner.parameters(), before, strict=True)
     )
 
 
 def test_an_estimator_that_cannot_run_is_noted_not_fatal(learner, tasks):
     learner.solver = mn.LBFGS()
-    report = mn.check_gradient(learner, tasks, estimators=[mn.FOBMAML(stencil="tangent"), mn.FOMAML()], max_tasks=1)
+    report = mn.check_gradient(
+        learner, tasks, estimators=[mn.FOBMAML(stencil="tangent"), mn.FOMAML()], max_tasks=1
+    )
     assert [row.estimator for row in report.rows] == ["FOMAML"]
     assert any("tangent" in note for note in report.notes)
 
@@ -86,18 +100,32 @@ def test_an_estimator_that_cannot_run_is_noted_not_fatal(learner, tasks):
 def test_says_when_the_inner_loop_diverges(tasks):
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    learner = mn.MetaLearner(model, nn.functional.cross_entropy, lam=2.0, solver=mn.GradientDescent(lr=1.5, steps=4))
+    learner = mn.MetaLearner(
+        model, nn.functional.cross_entropy, lam=2.0, solver=mn.GradientDescent(lr=1.5, steps=4)
+    )
     report = mn.check_gradient(learner, tasks, estimators=[mn.FOMAML()])
     assert report.residual_growth > 1
     assert "smaller lr in the solver or a smaller lam: lr·λ = 3" in str(report)
 
 
 def test_learned_stiffness_and_shared_layers_are_part_of_the_comparison(learner, tasks):
-    """With converged solves, what is learned besides θ counts as well; estimators that cannot learn it are noted."""
+    """With converged solves, what is learned besides θ counts as well; estimators that cannot learn
+    it are noted.
+    """
     own = mn.MetaLearner(
-        learner.model, learner.loss, lam=2.0, learn_lam="tensor", adapt="2.*", solver=mn.GradientDescent(lr=0.3, steps=60)
+        learner.model,
+        learner.loss,
+        lam=2.0,
+        learn_lam="tensor",
+        adapt="2.*",
+        solver=mn.GradientDescent(lr=0.3, steps=60),
     )
-    report = mn.check_gradient(own, tasks, estimators=[mn.FOBMAML(stencil="tangent"), mn.FOBMAML(nu=1e-2), mn.FOMAML()], nus=[])
+    report = mn.check_gradient(
+        own,
+        tasks,
+        estimators=[mn.FOBMAML(stencil="tangent"), mn.FOBMAML(nu=1e-2), mn.FOMAML()],
+        nus=[],
+    )
     assert report.parameters == sum(p.numel() for p in own.parameters())
     tangent, difference = report.rows
     assert tangent.error_implicit < 1e-8
@@ -108,8 +136,15 @@ def test_learned_stiffness_and_shared_layers_are_part_of_the_comparison(learner,
 
 def test_regularisers_are_compared_in_double_precision(learner, tasks):
     def regulariser(phi, theta):
-        return sum((phi[n] - theta[n]).square().sum() + (phi[n] - theta[n]).pow(4).sum() for n in phi)
+        return sum(
+            (phi[n] - theta[n]).square().sum() + (phi[n] - theta[n]).pow(4).sum() for n in phi
+        )
 
-    own = mn.MetaLearner(learner.model, learner.loss, regulariser=regulariser, solver=mn.GradientDescent(lr=0.2, steps=80))
+    own = mn.MetaLearner(
+        learner.model,
+        learner.loss,
+        regulariser=regulariser,
+        solver=mn.GradientDescent(lr=0.2, steps=80),
+    )
     (row,) = mn.check_gradient(own, tasks, estimators=[mn.FOBMAML(stencil="tangent")]).rows
     assert row.error_implicit < 1e-8

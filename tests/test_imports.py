@@ -1,4 +1,6 @@
-"""`import metanudge` is light, and imports point one way: what a module may know is written down here and nowhere else."""
+"""`import metanudge` is light, and imports point one way: what a module may know is written down
+here and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from metanudge.cli import main
 
 PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
 
-# Every unit (a module or a folder of the package) may import units of lower layers, and of its own layer.
+# Every unit (a module or a folder of the package) may import units of lower layers, and of its own
+# layer.
 LAYERS = (
     {"version", "names"},
     {"params", "task"},
@@ -34,11 +37,13 @@ LAYERS = (
 )
 LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
 
-# Units beside the layers, and all they may know of the package; only `training` and what stands on it may import them.
+# Units beside the layers, and all they may know of the package; only `training` and what stands on
+# it may import them.
 APART: dict[str, set[str]] = {"optim": set(), "models": {"names"}, "tasks": {"names", "task"}}
 USERS_OF_APART = LAYER["training"]
 
-# What may be loaded besides the standard library: when a module is imported, and inside the functions that need it.
+# What may be loaded besides the standard library: when a module is imported, and inside the
+# functions that need it.
 EAGER = {"torch", "numpy", "metanudge"}
 LAZY_IN_TASKS = {"PIL", "pooch"}
 MAY_LOAD_MORE = {"training", "cli", "__main__"}
@@ -87,10 +92,17 @@ def imports_of(path: Path) -> list[Import]:
         elif isinstance(node, ast.ImportFrom):
             module = absolute(path, node)
             # `from metanudge import optim` imports the unit, not the package.
-            names = [f"{module}.{a.name}" if module == "metanudge" and a.name in UNITS else module for a in node.names]
-            found.extend(Import(path, node.lineno, target, eager) for target in dict.fromkeys(names))
+            names = [
+                f"{module}.{a.name}" if module == "metanudge" and a.name in UNITS else module
+                for a in node.names
+            ]
+            found.extend(
+                Import(path, node.lineno, target, eager) for target in dict.fromkeys(names)
+            )
         for child in ast.iter_child_nodes(node):
-            lazy = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or for_types_only(node, child)
+            lazy = isinstance(
+                node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+            ) or for_types_only(node, child)
             visit(child, eager and not lazy)
 
     visit(ast.parse(path.read_text(encoding="utf-8")), True)
@@ -98,14 +110,20 @@ def imports_of(path: Path) -> list[Import]:
 
 
 def for_types_only(node: ast.AST, child: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
+    return (
+        isinstance(node, ast.If)
+        and "TYPE_CHECKING" in ast.unparse(node.test)
+        and child in node.body
+    )
 
 
 def absolute(path: Path, node: ast.ImportFrom) -> str:
     if node.level == 0:
         return node.module or ""
     package = ["metanudge", *path.relative_to(PACKAGE).parts[:-1]]
-    return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+    return ".".join(
+        [*package[: len(package) - node.level + 1], *([node.module] if node.module else [])]
+    )
 
 
 IMPORTS = [found for path in sorted(PACKAGE.rglob("*.py")) for found in imports_of(path)]
@@ -113,7 +131,9 @@ WITHIN = [i for i in IMPORTS if i.top == "metanudge"]
 
 
 def test_every_unit_has_its_place():
-    """A new module or folder is put into LAYERS (or APART) here, by somebody who has thought about it."""
+    """A new module or folder is put into LAYERS (or APART) here, by somebody who has thought about
+    it.
+    """
     assert set() == UNITS - set(LAYER) - set(APART)
     assert len(IMPORTS) > 100, "the parser has seen the package"
 
@@ -124,7 +144,8 @@ def allowed(found: Import) -> bool:
         return LAYER.get(unit, -1) < USERS_OF_APART or not found.eager
     if importer in APART:
         return unit == importer or unit in APART[importer]
-    if unit in ("", *APART):  # the package itself stands on everything but training, experiments and the command line
+    # the package itself stands on everything but training, experiments and the command line
+    if unit in ("", *APART):
         return LAYER[importer] >= USERS_OF_APART
     return LAYER[unit] <= LAYER[importer]
 
@@ -135,7 +156,9 @@ def test_imports_point_one_way():
 
 
 def test_the_rule_would_see_an_offence():
-    problem, learner, tasks, init = (PACKAGE / n for n in ("problem.py", "learner.py", "tasks/draws.py", "__init__.py"))
+    problem, learner, tasks, init = (
+        PACKAGE / n for n in ("problem.py", "learner.py", "tasks/draws.py", "__init__.py")
+    )
     assert not allowed(Import(problem, 1, "metanudge.engines.stacked", True))
     assert not allowed(Import(problem, 1, "metanudge.learner", False)), "also inside a function"
     assert not allowed(Import(learner, 1, "metanudge.training.config", True))
@@ -151,24 +174,39 @@ ROOT = PACKAGE.parents[1]
 
 
 def test_nothing_here_knows_the_lab():
-    """Not by a late import or a name in a string either; and core tests use no helper of the lab's tests."""
-    paths = {path for folder in ("src", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")} - {Path(__file__)}
+    """Not by a late import or a name in a string either; and core tests use no helper of the lab's
+    tests.
+    """
+    paths = {
+        path
+        for folder in ("src", "tests", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    } - {Path(__file__)}
     assert len(paths) > 200
     assert not [path for path in paths if "metanudge_lab" in path.read_text(encoding="utf-8")]
     helpers = {path.stem for path in (ROOT / "lab" / "tests").glob("*.py")}
-    wrong = [f"{path}: {found.target}" for path in (ROOT / "tests").rglob("*.py") for found in imports_of(path) if found.top in helpers]
+    wrong = [
+        f"{path}: {found.target}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for found in imports_of(path)
+        if found.top in helpers
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_training_works_without_the_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "metanudge_lab", None)
     sizes = ["--iterations", "2", "--tasks", "2", "--eval-every", "0", "--test-tasks", "2"]
-    assert main(["train", "sinusoid", *sizes, "--device", "cpu", "--out", str(tmp_path / "run")]) == 0
+    assert (
+        main(["train", "sinusoid", *sizes, "--device", "cpu", "--out", str(tmp_path / "run")]) == 0
+    )
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
 def test_no_module_imports_itself_by_a_detour():
-    """Module by module, what is imported on loading has no cycles (folders' `__init__` files aside, which only re-export)."""
+    """Module by module, what is imported on loading has no cycles (folders' `__init__` files aside,
+    which only re-export).
+    """
     graph: dict[str, set[str]] = {}
     for found in WITHIN:
         if found.eager and found.path.name != "__init__.py":
@@ -202,7 +240,11 @@ TRITON = (
 def test_light_units_load_only_torch_and_numpy():
     wrong = []
     for found in IMPORTS:
-        if found.importer in MAY_LOAD_MORE or found.top in sys.stdlib_module_names or found.top in EAGER:
+        if (
+            found.importer in MAY_LOAD_MORE
+            or found.top in sys.stdlib_module_names
+            or found.top in EAGER
+        ):
             continue
         if found.top == "triton" and found.path.relative_to(PACKAGE).as_posix() in TRITON:
             continue
@@ -230,7 +272,9 @@ print(json.dumps(sorted(loaded() - before)))
 
 
 def test_importing_loads_only_torch_and_numpy():
-    """In a fresh process the package alone loads nothing, and all its public names load nothing beside torch and numpy."""
+    """In a fresh process the package alone loads nothing, and all its public names load nothing
+    beside torch and numpy.
+    """
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM],
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
@@ -246,7 +290,9 @@ def test_importing_loads_only_torch_and_numpy():
 
 
 def test_every_public_name_is_there():
-    """The names are listed by hand for lazy loading: the list for `__all__`, for the loader and for type checkers agree."""
+    """The names are listed by hand for lazy loading: the list for `__all__`, for the loader and for
+    type checkers agree.
+    """
     missing = [name for name in mn.__all__ if not hasattr(mn, name)]
     assert not missing
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))

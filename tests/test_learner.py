@@ -1,4 +1,6 @@
-"""`MetaLearner`: `.grad` as every torch optimizer, scaler and wrapper expects it, adaptation, evaluation, choice of engine."""
+"""`MetaLearner`: `.grad` as every torch optimizer, scaler and wrapper expects it, adaptation,
+evaluation, choice of engine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-# ------------------------------------------------------------------------------------------------- .grad
+# -------------------------------------------------------------------------------------------- .grad
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -43,7 +45,9 @@ def test_backward_writes_the_meta_gradient(engine: str):
     before = Snapshot(learner)
     stats = learner.backward(setup.tasks, seed=1)
     assert stats == expected_stats
-    assert stats.gradient_norm == pytest.approx(float(torch.cat([g.flatten() for g in expected.values()]).norm()))
+    assert stats.gradient_norm == pytest.approx(
+        float(torch.cat([g.flatten() for g in expected.values()]).norm())
+    )
     assert relative_error(grads(setup.model), expected) == 0
     learner.zero_grad()
     before.assert_unchanged()
@@ -64,7 +68,9 @@ def test_backward_accumulates(engine: str):
         p.grad = existing[n]
     learner.backward(setup.tasks)
     assert relative_error(grads(setup.model), {n: 3.0 + g for n, g in expected.items()}) < 1e-14
-    assert all(p.grad is existing[n] for n, p in setup.model.named_parameters()), "added to in place, like loss.backward()"
+    assert all(p.grad is existing[n] for n, p in setup.model.named_parameters()), (
+        "added to in place, like loss.backward()"
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -92,7 +98,9 @@ def test_tasks_may_come_as_batch_list_generator_or_one_task():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_training_loop_with_clipping_and_scheduler(engine: str):
-    """The user's own loop: what it does by hand with the meta-gradient is what torch does with `.grad`."""
+    """The user's own loop: what it does by hand with the meta-gradient is what torch does with
+    `.grad`.
+    """
     setup = mlp()
     learner = learner_for(setup, engine=engine)
     optimizer = torch.optim.SGD(learner.parameters(), lr=0.5)
@@ -109,7 +117,8 @@ def test_a_training_loop_with_clipping_and_scheduler(engine: str):
         schedule.step()
         assert float(norm) == pytest.approx(stats.gradient_norm, rel=1e-12)
         by_hand = {n: theta[n] - lr * g[n] * largest / stats.gradient_norm for n in g}
-        assert relative_error(values(setup.model), by_hand) < 1e-6  # clip_grad_norm_ adds 1e-6 to the norm
+        # clip_grad_norm_ adds 1e-6 to the norm
+        assert relative_error(values(setup.model), by_hand) < 1e-6
 
 
 def test_training_takes_the_same_path_on_both_engines():
@@ -153,17 +162,23 @@ def test_grad_scaler(engine: str):
     optimizer = torch.optim.SGD(learner.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(learner(setup.tasks)).backward()
-    assert relative_error(grads(setup.model), {n: 1024 * g for n, g in expected.items()}) < rounding()
+    assert (
+        relative_error(grads(setup.model), {n: 1024 * g for n, g in expected.items()}) < rounding()
+    )
     scaler.unscale_(optimizer)
     assert relative_error(grads(setup.model), expected) < 1e-6
     scaler.step(optimizer)
     scaler.update()
-    assert relative_error(values(setup.model), {n: theta[n] - 0.1 * expected[n] for n in theta}) < 1e-6
+    assert (
+        relative_error(values(setup.model), {n: theta[n] - 0.1 * expected[n] for n in theta}) < 1e-6
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_hooks_on_parameters_see_the_meta_gradient(engine: str):
-    """On the stacked engine nothing else reaches them; in place the inner gradients pass by first, the last one is the meta-gradient."""
+    """On the stacked engine nothing else reaches them; in place the inner gradients pass by first,
+    the last one is the meta-gradient.
+    """
     setup = mlp()
     learner = learner_for(setup, engine=engine)
     expected, _ = learner.meta_gradient(setup.tasks)
@@ -185,7 +200,9 @@ def test_hooks_on_parameters_see_the_meta_gradient(engine: str):
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_grad_is_what_autograd_would_have_written(layout: torch.memory_format):
-    """With a hook autograd writes it; without one there is a shorter way. Twice: into nothing, and on top of what is there."""
+    """With a hook autograd writes it; without one there is a shorter way. Twice: into nothing, and
+    on top of what is there.
+    """
     written = []
     for hooked in (True, False):
         setup = conv_net()
@@ -222,13 +239,14 @@ WORKER = """
 
     rank, folder = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     saved = {}
     for engine in ("stacked", "inplace"):
         setup = mlp(tasks=4)
         wrapped = DistributedDataParallel(learner_for(setup, engine=engine))
         mine = setup.tasks[2 * rank : 2 * rank + 2]
-        for call in range(2):  # the second backward pass goes through the buckets that DDP has rebuilt
+        for call in range(2):  # the second one goes through the buckets that DDP has rebuilt
             wrapped.zero_grad()
             wrapped(mine).backward()
         saved[engine] = {n: p.grad.clone() for n, p in setup.model.named_parameters()}
@@ -240,7 +258,11 @@ WORKER = """
 def test_distributed_data_parallel(tmp_path: Path):
     """Two processes with half of the tasks each: both end with the meta-gradient of all of them."""
     root = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{root.parent / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{root.parent / 'src'}{os.pathsep}{root}",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", textwrap.dedent(WORKER)]
     processes = [
         subprocess.Popen(
@@ -268,10 +290,17 @@ def test_distributed_data_parallel(tmp_path: Path):
             assert relative_error(saved[engine], whole) < 1e-10, (rank, engine)
 
 
-# ------------------------------------------------------------------------------------------------- adapt
+# -------------------------------------------------------------------------------------------- adapt
 
 
-def descend(model: nn.Module, loss: Any, support: Any, *, lam: float = 2.0, solver: mn.GradientDescent = SOLVER) -> nn.Module:
+def descend(
+    model: nn.Module,
+    loss: Any,
+    support: Any,
+    *,
+    lam: float = 2.0,
+    solver: mn.GradientDescent = SOLVER,
+) -> nn.Module:
     """Gradient descent on the proximal problem, by hand, on a copy."""
     adapted = copy.deepcopy(model)
     theta = values(adapted)
@@ -299,7 +328,9 @@ class Recurrent(nn.Module):
 
 
 def recurrent(tasks: int = 3) -> Setup:
-    return Setup(seeded(0, Recurrent), F.cross_entropy, classification_tasks((4, 3), 3, tasks, 5, 7, 0))
+    return Setup(
+        seeded(0, Recurrent), F.cross_entropy, classification_tasks((4, 3), 3, tasks, 5, 7, 0)
+    )
 
 
 BUILDERS = {"mlp": mlp, "conv_net": conv_net, "lstm": recurrent}
@@ -308,7 +339,9 @@ BUILDERS = {"mlp": mlp, "conv_net": conv_net, "lstm": recurrent}
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
 @pytest.mark.parametrize("build", BUILDERS)
 def test_adapt_is_gradient_descent_on_a_copy(build: str, engine: str):
-    """Adaptation works one task at a time whatever the engine, so also where a model cannot be stacked."""
+    """Adaptation works one task at a time whatever the engine, so also where a model cannot be
+    stacked.
+    """
     setup = BUILDERS[build]()
     support = setup.tasks[1].support
     learner = learner_for(setup, engine=engine)
@@ -317,11 +350,15 @@ def test_adapt_is_gradient_descent_on_a_copy(build: str, engine: str):
     before.assert_unchanged()
     assert type(adapted) is type(setup.model)
     assert adapted.training == setup.model.training
-    assert relative_error(values(adapted), values(descend(setup.model, setup.loss, support))) < 1e-12
+    assert (
+        relative_error(values(adapted), values(descend(setup.model, setup.loss, support))) < 1e-12
+    )
     own, theirs = set(map(id, adapted.parameters())), set(map(id, setup.model.parameters()))
     assert not own & theirs
     assert all(p.requires_grad and p.grad is None and p.is_leaf for p in adapted.parameters())
-    for (n, buffer), (_, kept) in zip(adapted.named_buffers(), setup.model.named_buffers(), strict=True):
+    for (n, buffer), (_, kept) in zip(
+        adapted.named_buffers(), setup.model.named_buffers(), strict=True
+    ):
         assert torch.equal(buffer, kept), f"buffer {n} is that of the model"
     adapted(support[0]).sum().backward()  # an ordinary module: it can be trained on
     before.assert_unchanged()
@@ -355,7 +392,10 @@ def test_adapt_keeps_tied_parameters_tied():
     setup = Setup(model, F.cross_entropy, mlp().tasks)
     adapted = learner_for(setup).adapt(setup.tasks[0].support)
     assert adapted[2].weight is adapted[0].weight
-    assert relative_error(values(adapted), values(descend(model, setup.loss, setup.tasks[0].support))) < 1e-12
+    assert (
+        relative_error(values(adapted), values(descend(model, setup.loss, setup.tasks[0].support)))
+        < 1e-12
+    )
 
 
 def test_adapt_with_a_loss_of_the_model():
@@ -369,7 +409,7 @@ def test_adapt_with_a_loss_of_the_model():
     assert relative_error(values(adapted), values(descend(setup.model, setup.loss, (x, y)))) < 1e-12
 
 
-# ---------------------------------------------------------------------------------------------- evaluate
+# ----------------------------------------------------------------------------------------- evaluate
 
 
 @pytest.mark.parametrize("steps", [None, 5])
@@ -378,7 +418,8 @@ def test_adapt_with_a_loss_of_the_model():
 def test_evaluate_is_adapting_and_measuring(build: str, engine: str, steps: int | None):
     setup = BUILDERS[build](tasks=3)
     (x, y), query = setup.tasks[1].support, setup.tasks[1].query
-    tasks = [setup.tasks[0], mn.Task((x[1:], y[1:]), query), setup.tasks[2]]  # one task of another size in the middle
+    # one task of another size in the middle
+    tasks = [setup.tasks[0], mn.Task((x[1:], y[1:]), query), setup.tasks[2]]
     learner = learner_for(setup, engine=engine)
     before = Snapshot(learner)
     evaluation = learner.evaluate(tasks, steps=steps)
@@ -388,10 +429,18 @@ def test_evaluate_is_adapting_and_measuring(build: str, engine: str, steps: int 
         adapted = learner.adapt(task.support, steps=steps)
         with torch.no_grad():
             after, start = adapted(x), copy.deepcopy(setup.model)(x)
-        assert float(evaluation.loss[i]) == pytest.approx(float(F.cross_entropy(after, y)), rel=1e-10)
-        assert float(evaluation.loss_before[i]) == pytest.approx(float(F.cross_entropy(start, y)), rel=1e-10)
-        assert float(evaluation.accuracy[i]) == pytest.approx(float((after.argmax(1) == y).double().mean()))
-        assert float(evaluation.accuracy_before[i]) == pytest.approx(float((start.argmax(1) == y).double().mean()))
+        assert float(evaluation.loss[i]) == pytest.approx(
+            float(F.cross_entropy(after, y)), rel=1e-10
+        )
+        assert float(evaluation.loss_before[i]) == pytest.approx(
+            float(F.cross_entropy(start, y)), rel=1e-10
+        )
+        assert float(evaluation.accuracy[i]) == pytest.approx(
+            float((after.argmax(1) == y).double().mean())
+        )
+        assert float(evaluation.accuracy_before[i]) == pytest.approx(
+            float((start.argmax(1) == y).double().mean())
+        )
     assert evaluation.mean_loss == pytest.approx(float(evaluation.loss.mean()))
     assert evaluation.mean_accuracy == pytest.approx(float(evaluation.accuracy.mean()))
     half_width = 1.96 * float(evaluation.accuracy.std()) / 3**0.5
@@ -420,19 +469,25 @@ def test_evaluate_uses_the_mode_of_the_module():
     """In evaluation mode there is no dropout: the result does not depend on the seed."""
     setup = mlp(dropout=0.5)
     learner = learner_for(setup)
-    assert not torch.equal(learner.evaluate(setup.tasks, seed=0).loss, learner.evaluate(setup.tasks, seed=1).loss)
+    assert not torch.equal(
+        learner.evaluate(setup.tasks, seed=0).loss, learner.evaluate(setup.tasks, seed=1).loss
+    )
     learner.eval()
-    assert torch.equal(learner.evaluate(setup.tasks, seed=0).loss, learner.evaluate(setup.tasks, seed=1).loss)
+    assert torch.equal(
+        learner.evaluate(setup.tasks, seed=0).loss, learner.evaluate(setup.tasks, seed=1).loss
+    )
 
 
-# ---------------------------------------------------------------------------------------------- engine
+# ------------------------------------------------------------------------------------------- engine
 
 
 def test_auto_picks_an_engine_and_says_why():
     small, large = mlp(), mlp(hidden=LARGEST_STACKED_ON_CPU)
 
     def choice(setup: Setup, **options: Any) -> tuple[str, str]:
-        engine, why = learner_for(setup, options.pop("estimator", None), "auto", **options).choose_engine(setup.tasks)
+        engine, why = learner_for(
+            setup, options.pop("estimator", None), "auto", **options
+        ).choose_engine(setup.tasks)
         return engine.name, why
 
     size = sum(p.numel() for p in small.model.parameters())
@@ -502,9 +557,13 @@ def test_auto_falls_back_to_inplace_and_says_so(caplog: pytest.LogCaptureFixture
 def test_auto_evaluates_a_model_that_cannot_be_stacked():
     setup = branching()
     evaluation = learner_for(setup, engine="auto").evaluate(setup.tasks)
-    assert torch.allclose(evaluation.loss, learner_for(setup, engine="inplace").evaluate(setup.tasks).loss, rtol=1e-12)
+    assert torch.allclose(
+        evaluation.loss, learner_for(setup, engine="inplace").evaluate(setup.tasks).loss, rtol=1e-12
+    )
     with_maml = learner_for(setup, mn.MAML(), engine="auto").evaluate(setup.tasks)
-    assert torch.equal(with_maml.loss, evaluation.loss), "evaluation needs no graph, whatever the estimator"
+    assert torch.equal(with_maml.loss, evaluation.loss), (
+        "evaluation needs no graph, whatever the estimator"
+    )
 
 
 def test_auto_does_not_hide_that_an_estimator_needs_the_stacked_engine():
@@ -513,20 +572,33 @@ def test_auto_does_not_hide_that_an_estimator_needs_the_stacked_engine():
         learner_for(setup, mn.MAML(), engine="auto").backward(setup.tasks)
 
 
-# ------------------------------------------------------------------------------------- the learner as module
+# ---------------------------------------------------------------------------- the learner as module
 
 
 def test_defaults():
     learner = mn.MetaLearner(nn.Linear(3, 3), F.cross_entropy)
-    assert learner.estimator == mn.FOBMAML(nu="auto", stencil="symmetric", nudge="loss", start="theta")
+    assert learner.estimator == mn.FOBMAML(
+        nu="auto", stencil="symmetric", nudge="loss", start="theta"
+    )
     assert learner.solver == mn.GradientDescent(lr=0.1, steps=5)
     assert learner.engine == "auto"
     assert learner.lam == 2.0
 
 
 def test_repr_says_what_it_is():
-    text = repr(mn.MetaLearner(nn.Linear(3, 3), F.cross_entropy, lam=1.5, estimator=mn.FOMAML(), engine="inplace"))
-    for part in ("MetaLearner", "lam=1.5", "GradientDescent(lr=0.1, steps=5", "FOMAML()", "inplace", "Linear(in_features=3"):
+    text = repr(
+        mn.MetaLearner(
+            nn.Linear(3, 3), F.cross_entropy, lam=1.5, estimator=mn.FOMAML(), engine="inplace"
+        )
+    )
+    for part in (
+        "MetaLearner",
+        "lam=1.5",
+        "GradientDescent(lr=0.1, steps=5",
+        "FOMAML()",
+        "inplace",
+        "Linear(in_features=3",
+    ):
         assert part in text
 
 
@@ -555,7 +627,12 @@ def test_parameters_loss_solver_and_estimator_may_be_exchanged(engine: str):
 
     def check() -> None:
         fresh = mn.MetaLearner(
-            learner.model, learner.loss, lam=learner.lam, solver=learner.solver, estimator=learner.estimator, engine=engine
+            learner.model,
+            learner.loss,
+            lam=learner.lam,
+            solver=learner.solver,
+            estimator=learner.estimator,
+            engine=engine,
         )
         expected, _ = fresh.meta_gradient(setup.tasks, seed=0)
         assert relative_error(learner.meta_gradient(setup.tasks, seed=0)[0], expected) == 0
@@ -577,7 +654,9 @@ def test_parameters_loss_solver_and_estimator_may_be_exchanged(engine: str):
 
 @pytest.mark.parametrize("how", ["assigned", "assigned twice", "changed in place"])
 def test_a_new_lam_takes_effect(how: str):
-    """Numbers are freed and their addresses used again: an address is no proof that λ is the same."""
+    """Numbers are freed and their addresses used again: an address is no proof that λ is the
+    same.
+    """
     setup = mlp()
     expected, _ = learner_for(setup, lam=5.0).meta_gradient(setup.tasks)
     if how == "changed in place":
@@ -634,7 +713,13 @@ def test_state_dict_is_that_of_the_model():
     expected, _ = learner.meta_gradient(setup.tasks)
     fresh.meta_gradient(setup.tasks)
     fresh.load_state_dict(learner.state_dict())
-    assert relative_error(fresh.meta_gradient(setup.tasks, seed=0)[0], learner.meta_gradient(setup.tasks, seed=0)[0]) == 0
+    assert (
+        relative_error(
+            fresh.meta_gradient(setup.tasks, seed=0)[0],
+            learner.meta_gradient(setup.tasks, seed=0)[0],
+        )
+        == 0
+    )
     assert relative_error(learner.meta_gradient(setup.tasks)[0], expected) == 0
 
 
@@ -647,14 +732,18 @@ def test_train_and_eval_reach_the_model():
 
 
 def test_a_loss_with_a_graph_of_its_own_may_be_added():
-    """A user may add a regulariser to the meta-loss: its graph was made before, and must survive the in-place engine."""
+    """A user may add a regulariser to the meta-loss: its graph was made before, and must survive
+    the in-place engine.
+    """
     setup = mlp()
     learner = learner_for(setup, engine="inplace")
     expected, _ = learner.meta_gradient(setup.tasks)
     penalty = sum(p.square().sum() for p in setup.model.parameters())
     (penalty + learner(setup.tasks)).backward()
     theta = values(setup.model)
-    assert relative_error(grads(setup.model), {n: expected[n] + 2 * theta[n] for n in theta}) < 1e-12
+    assert (
+        relative_error(grads(setup.model), {n: expected[n] + 2 * theta[n] for n in theta}) < 1e-12
+    )
 
 
 class Temperature(nn.Module):
@@ -670,18 +759,27 @@ class Temperature(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "solver", [mn.GradientDescent(0.1, 2), mn.Nesterov(0.1, 2), mn.NewtonCG(steps=2)], ids=lambda s: type(s).__name__
+    "solver",
+    [mn.GradientDescent(0.1, 2), mn.Nesterov(0.1, 2), mn.NewtonCG(steps=2)],
+    ids=lambda s: type(s).__name__,
 )
 def test_parameters_that_are_single_numbers(solver):
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2, 5, 2, generator=generator, dtype=torch.float64), torch.randint(0, 3, (2, 5), generator=generator)
+    x, y = (
+        torch.randn(2, 5, 2, generator=generator, dtype=torch.float64),
+        torch.randint(0, 3, (2, 5), generator=generator),
+    )
     torch.manual_seed(0)
     model = Temperature().double()
     for estimator in (mn.FOBMAML(nu=0.1), mn.IMAML(cg_steps=2)):
         stacked, inplace = (
-            mn.MetaLearner(model, nn.functional.cross_entropy, solver=solver, estimator=estimator, engine=engine).meta_gradient(
-                mn.TaskBatch((x, y), (x.flip(1), y.flip(1))), seed=1
-            )[0]
+            mn.MetaLearner(
+                model,
+                nn.functional.cross_entropy,
+                solver=solver,
+                estimator=estimator,
+                engine=engine,
+            ).meta_gradient(mn.TaskBatch((x, y), (x.flip(1), y.flip(1))), seed=1)[0]
             for engine in ("stacked", "inplace")
         )
         assert stacked["log_temperature"].shape == ()

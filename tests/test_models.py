@@ -40,7 +40,17 @@ def test_every_model_is_tested():
         (
             "transformer",
             {},
-            128 * 128 + 128 * 384 + 384 + 128 * 128 + 128 + 128 * 512 + 512 + 512 * 128 + 128 + 512 + 645,
+            128 * 128
+            + 128 * 384
+            + 384
+            + 128 * 128
+            + 128
+            + 128 * 512
+            + 512
+            + 512 * 128
+            + 128
+            + 512
+            + 645,
         ),
     ],
 )
@@ -63,7 +73,9 @@ def test_stacked_copies_give_what_single_ones_do(name):
     model, x = make(name, torch.float64)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.track_running_stats = False  # running statistics are written in place, which vmap cannot do
+            module.track_running_stats = (
+                False  # running statistics are written in place, which vmap cannot do
+            )
             module.running_mean = module.running_var = module.num_batches_tracked = None
     params = {k: p.detach() for k, p in model.named_parameters()}
     stacked = {k: torch.stack([p, 1.1 * p]) for k, p in params.items()}
@@ -79,7 +91,8 @@ def test_stacked_copies_give_what_single_ones_do(name):
             torch.testing.assert_close(together[k][i], alone[k], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own forward mode
+# torch's own forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_second_derivatives_and_forward_mode_exist_and_agree(name):
     model, x = make(name, torch.float64)
@@ -93,7 +106,9 @@ def test_second_derivatives_and_forward_mode_exist_and_agree(name):
         return F.cross_entropy(functional_call(model, {**p, **fresh}, (x,)), y)
 
     def slope(p):
-        return sum((g * d).sum() for g, d in zip(grad(loss)(p).values(), direction.values(), strict=True))
+        return sum(
+            (g * d).sum() for g, d in zip(grad(loss)(p).values(), direction.values(), strict=True)
+        )
 
     reverse = grad(slope)(params)
     _, forward = jvp(grad(loss), (params,), (direction,))
@@ -107,7 +122,12 @@ def test_conv1d_takes_a_channel_axis_too():
 
 
 def test_batch_norm_keeps_torch_defaults():
-    norms = [m for name in ("conv1d", "conv4") for m in make(name)[0].modules() if "BatchNorm" in type(m).__name__]
+    norms = [
+        m
+        for name in ("conv1d", "conv4")
+        for m in make(name)[0].modules()
+        if "BatchNorm" in type(m).__name__
+    ]
     assert len(norms) == 7
     assert all(m.track_running_stats and m.affine and m.momentum == 0.1 for m in norms)
 
@@ -122,7 +142,9 @@ def test_attention_kernels_agree():
 
 def test_the_transformer_block_is_the_standard_one():
     model, x = make("transformer", torch.float64)
-    reference = torch.nn.TransformerEncoderLayer(16, 4, 20, dropout=0.0, batch_first=True, dtype=torch.float64)
+    reference = torch.nn.TransformerEncoderLayer(
+        16, 4, 20, dropout=0.0, batch_first=True, dtype=torch.float64
+    )
     names = {
         "self_attn.in_proj_weight": "qkv.weight",
         "self_attn.in_proj_bias": "qkv.bias",
@@ -146,7 +168,9 @@ def test_the_transformer_block_is_the_standard_one():
 def test_shorter_sequences_are_fine_and_longer_ones_are_explained():
     model, x = make("transformer")
     assert model(x[:, :3]).shape == (4, 5)
-    with pytest.raises(ValueError, match=r"7 vectors, but the model was built for length=6. Build it with length=7"):
+    with pytest.raises(
+        ValueError, match=r"7 vectors, but the model was built for length=6. Build it with length=7"
+    ):
         model(torch.zeros(1, 7, 16))
 
 
@@ -165,7 +189,12 @@ def test_activations(activation):
             r"no model 'conv5'. Did you mean 'conv4'\? The choices are conv1d, conv4, mlp, transf",
         ),
         ("Conv4", {}, ValueError, "Did you mean 'conv4'"),
-        ("conv4", {"way": 5}, TypeError, "'conv4' has no option 'way'. Its options are ways, channels, image_size"),
+        (
+            "conv4",
+            {"way": 5},
+            TypeError,
+            "'conv4' has no option 'way'. Its options are ways, channels, image_size",
+        ),
         ("conv4", {"image_size": 12}, ValueError, "image_size=12 is too small.*16 or more"),
         ("conv1d", {"length": 7}, ValueError, "length=7 is too short.*8 or more"),
         ("mlp", {"activation": "rely"}, ValueError, "no activation 'rely'. Did you mean 'relu'"),

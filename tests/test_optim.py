@@ -1,4 +1,6 @@
-"""The outer optimizers against formulas written a second time in NumPy, and against the theory they come from."""
+"""The outer optimizers against formulas written a second time in NumPy, and against the theory they
+come from.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ def by_hand(name: str, theta: Arrays, gradients: list[Arrays], lr: Sequence[floa
     average: Arrays | None = None
     for g in gradients:
         if name == "sngdm":
-            average = g if average is None else [0.7 * m + (1 - 0.7) * gi for m, gi in zip(average, g, strict=True)]
+            average = (
+                g
+                if average is None
+                else [0.7 * m + (1 - 0.7) * gi for m, gi in zip(average, g, strict=True)]
+            )
             step = [m / length(average) for m in average]
         elif name.startswith("clipped"):
             bound = 1e6 if name.endswith("loose") else 2.0
@@ -51,7 +57,9 @@ def draw(seed: int, steps: int = 6) -> tuple[Arrays, list[Arrays]]:
     rng = np.random.default_rng(seed)
     theta = [np.asarray(rng.standard_normal(shape)) for shape in SHAPES]
     sizes = [0.1, 30.0, 1.0, 0.5, 4.0, 0.01][:steps]
-    return theta, [[np.asarray(size * rng.standard_normal(shape)) for shape in SHAPES] for size in sizes]
+    return theta, [
+        [np.asarray(size * rng.standard_normal(shape)) for shape in SHAPES] for size in sizes
+    ]
 
 
 def parameters(theta: Arrays, dtype: torch.dtype = torch.float64) -> list[torch.nn.Parameter]:
@@ -83,7 +91,9 @@ def test_groups_share_the_norm_and_keep_their_lr(name: str) -> None:
     optimizer = BUILD[name]([{"params": params[:1], "lr": 0.3}, {"params": params[1:]}])
     for g in gradients:
         move(optimizer, params, g)
-    for p, expected in zip(params, by_hand(name, theta, gradients, [0.3, 0.1, 0.1, 0.1]), strict=True):
+    for p, expected in zip(
+        params, by_hand(name, theta, gradients, [0.3, 0.1, 0.1, 0.1]), strict=True
+    ):
         np.testing.assert_allclose(p.detach().numpy(), expected, rtol=1e-13, atol=1e-14)
 
 
@@ -100,7 +110,9 @@ def test_normalized_step_has_length_lr_whatever_the_gradient(scale: float) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1e-35, 1e-25, 1e25, 1e35])
-def test_the_norm_neither_overflows_nor_vanishes_in_narrow_types(dtype: torch.dtype, scale: float) -> None:
+def test_the_norm_neither_overflows_nor_vanishes_in_narrow_types(
+    dtype: torch.dtype, scale: float
+) -> None:
     tensors = [torch.full((30,), scale, dtype=dtype), torch.full((2, 35), -scale, dtype=dtype)]
     assert global_norm(tensors).item() == pytest.approx(10 * tensors[0][0].item(), rel=1e-6)
     param = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
@@ -195,7 +207,8 @@ def test_schedulers_set_the_length_of_a_step(name: str) -> None:
     one = [p.detach() - b for p, b in zip(params, before, strict=True)]
     scheduler.step()
     before = [p.detach().clone() for p in params]
-    move(optimizer, params, gradients[0])  # the same gradient, so SNGDM's average keeps its direction too
+    # the same gradient, so SNGDM's average keeps its direction too
+    move(optimizer, params, gradients[0])
     for p, b, o in zip(params, before, one, strict=True):
         torch.testing.assert_close(p.detach() - b, 0.5 * o, rtol=1e-12, atol=1e-14)
 
@@ -212,7 +225,9 @@ def test_lr_may_be_a_tensor(name: str) -> None:
 
 @every
 def test_a_step_reads_nothing_back_to_the_host(name: str) -> None:
-    """Meta tensors have no data: whatever would wait for a GPU's result (.item(), bool(), ==) raises on them."""
+    """Meta tensors have no data: whatever would wait for a GPU's result (.item(), bool(), ==)
+    raises on them.
+    """
     params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
     optimizer = BUILD[name](params)
     for _ in range(2):
@@ -285,9 +300,10 @@ def test_without_a_bound_clipped_is_plain_gradient_descent() -> None:
         torch.testing.assert_close(p, q, rtol=1e-15, atol=1e-15)
 
 
-# F(x) = x⁴ is not smooth, but |F''| = 12x² ≤ L0 + L1·|F'| with L1 = 4 and L0 = 1 (12x² − 16|x|³ peaks at 1, x = 1/2).
-# On steps no longer than 1/L1 the descent lemma then holds with A·L0 + B·L1·|F'|, A = 2 and B = e − 1 (Zhang, Jin, Fang
-# and Wang, "Improved Analysis of Clipping Algorithms for Non-convex Optimization", NeurIPS 2020, with c = 1).
+# F(x) = x⁴ is not smooth, but |F''| = 12x² ≤ L0 + L1·|F'| with L1 = 4 and L0 = 1 (12x² − 16|x|³
+# peaks at 1, x = 1/2). On steps no longer than 1/L1 the descent lemma then holds with A·L0 +
+# B·L1·|F'|, A = 2 and B = e − 1 (Zhang, Jin, Fang and Wang, "Improved Analysis of Clipping
+# Algorithms for Non-convex Optimization", NeurIPS 2020, with c = 1).
 L0, L1 = 2 * 1.0, (math.e - 1) * 4.0
 
 

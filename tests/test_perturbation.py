@@ -41,5 +41,7 @@ def test_it_changes_parameters_by_an_ulp(problem, monkeypatch):
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
     changed = (found[0] - before).abs() / before.abs().clamp(min=1e-30)
-    assert float((changed > 0).double().mean()) > 0.2, "of u = −1, 0, 1 two are a change; constants of normalisation stay"
+    assert float((changed > 0).double().mean()) > 0.2, (
+        "of u = −1, 0, 1 two are a change; constants of normalisation stay"
+    )
     assert float(changed.max()) <= 2 * torch.finfo(torch.float32).eps, "layers draw in float32"

@@ -1,4 +1,6 @@
-"""Shared layers: parameters that are meta-learned but do not adapt, against dense implicit differentiation and by hand."""
+"""Shared layers: parameters that are meta-learned but do not adapt, against dense implicit
+differentiation and by hand.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,23 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import metanudge as mn
-from conformance import Snapshot, attention, check_chunks, check_engines_agree, check_pure, gradient, learner_for
+from conformance import (
+    Snapshot,
+    attention,
+    check_chunks,
+    check_engines_agree,
+    check_pure,
+    gradient,
+    learner_for,
+)
 from implicit import implicit, squared_distance
 from metanudge.testing.memory import Allocations, trainable_bytes
 from problems import Setup, classification_tasks, relative_error, seeded
 
 # torch's own forward-mode decompositions are scripted on first use.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 PRECISE = mn.GradientDescent(lr=0.4, steps=40)
 SHORT = mn.GradientDescent(lr=0.1, steps=3)
@@ -38,12 +50,21 @@ class Perceptron(nn.Module):
 
 
 def perceptron() -> Setup:
-    return Setup(seeded(0, lambda: Perceptron(2, 3, 2)), F.cross_entropy, classification_tasks((2,), 2, 3, 5, 6, 0))
+    return Setup(
+        seeded(0, lambda: Perceptron(2, 3, 2)),
+        F.cross_entropy,
+        classification_tasks((2,), 2, 3, 5, 6, 0),
+    )
 
 
 def chain() -> Setup:
     """The same as a chain of layers."""
-    model = seeded(0, lambda: nn.Sequential(OrderedDict(body=nn.Linear(2, 3), tanh=nn.Tanh(), head=nn.Linear(3, 2))))
+    model = seeded(
+        0,
+        lambda: nn.Sequential(
+            OrderedDict(body=nn.Linear(2, 3), tanh=nn.Tanh(), head=nn.Linear(3, 2))
+        ),
+    )
     return Setup(model, F.cross_entropy, classification_tasks((2,), 2, 3, 5, 6, 0))
 
 
@@ -57,13 +78,23 @@ def normed() -> Setup:
         flat=nn.Flatten(),
         head=nn.Linear(32, 2),
     )
-    return Setup(seeded(0, lambda: nn.Sequential(layers)), F.cross_entropy, classification_tasks((1, 4, 4), 2, 3, 5, 6, 0))
+    return Setup(
+        seeded(0, lambda: nn.Sequential(layers)),
+        F.cross_entropy,
+        classification_tasks((1, 4, 4), 2, 3, 5, 6, 0),
+    )
 
 
 SETUPS = {"perceptron": perceptron, "chain": chain}
-# What adapts: the last layer, the first (so that gradients by shared layers pass through adapted ones or not), one tensor of each.
+# What adapts: the last layer, the first (so that gradients by shared layers pass through adapted
+# ones or not), one tensor of each.
 PATTERNS = {"head": "head.*", "body": "body.*", "biases": ["*.bias"]}
-EXACT = [mn.Exact(), mn.IMAML(cg_steps=30, tol=1e-15), mn.FOBMAML(stencil="tangent"), mn.FOBMAML(stencil="tangent", nudge="gradient")]
+EXACT = [
+    mn.Exact(),
+    mn.IMAML(cg_steps=30, tol=1e-15),
+    mn.FOBMAML(stencil="tangent"),
+    mn.FOBMAML(stencil="tangent", nudge="gradient"),
+]
 DIFFERENCES = [
     mn.FOBMAML(nu=5e-3, stencil="five-point"),
     mn.FOBMAML(nu=5e-3, stencil="five-point", nudge="gradient"),
@@ -73,7 +104,9 @@ DIFFERENCES = [
 
 
 def truth(setup: Setup, patterns: Any, lam: float = 2.0) -> dict[str, Tensor]:
-    part = {"head.*": "head.", "body.*": "body."}.get(patterns if isinstance(patterns, str) else "", "bias")
+    part = {"head.*": "head.", "body.*": "body."}.get(
+        patterns if isinstance(patterns, str) else "", "bias"
+    )
     return implicit(setup, squared_distance(lam), adapts=lambda name: part in name)
 
 
@@ -97,7 +130,13 @@ def test_differences_converge_with_their_order(stencil: str, order: int, nudge: 
     for start in ("theta", "solution"):
         coarse, fine = (
             relative_error(
-                gradient(setup, mn.FOBMAML(nu=nu, stencil=stencil, nudge=nudge, start=start), adapt="head.*", solver=PRECISE), exact
+                gradient(
+                    setup,
+                    mn.FOBMAML(nu=nu, stencil=stencil, nudge=nudge, start=start),
+                    adapt="head.*",
+                    solver=PRECISE,
+                ),
+                exact,
             )
             for nu in (0.04, 0.02)
         )
@@ -115,7 +154,9 @@ def test_bilevel_gives_the_same():
         return F.cross_entropy(functional_call(setup.model, {**x, **phi}, (batch[0],)), batch[1])
 
     result = mn.hypergradient(
-        lambda x, phi: loss(x, phi, task.support) + sum(((phi[n] - x[n]) ** 2).sum() for n in names),
+        lambda x, phi: (
+            loss(x, phi, task.support) + sum(((phi[n] - x[n]) ** 2).sum() for n in names)
+        ),
         lambda x, phi: loss(x, phi, task.query),
         x,
         {n: x[n].clone() for n in names},
@@ -135,12 +176,21 @@ def test_maml_is_autograd_through_the_steps():
         d = {n: torch.zeros_like(p) for n, p in h.items() if n.startswith("head.")}
 
         def value(d, batch):
-            return loss(functional_call(model, h | {n: h[n] + leaf for n, leaf in d.items()}, (batch[0],)), batch[1])
+            return loss(
+                functional_call(model, h | {n: h[n] + leaf for n, leaf in d.items()}, (batch[0],)),
+                batch[1],
+            )
 
         for _ in range(3):
-            d = {n: leaf.clone().requires_grad_() if not leaf.requires_grad else leaf for n, leaf in d.items()}
+            d = {
+                n: leaf.clone().requires_grad_() if not leaf.requires_grad else leaf
+                for n, leaf in d.items()
+            }
             g = torch.autograd.grad(value(d, task.support), list(d.values()), create_graph=True)
-            d = {n: leaf - 0.1 * (slope + 2.0 * leaf) for (n, leaf), slope in zip(d.items(), g, strict=True)}
+            d = {
+                n: leaf - 0.1 * (slope + 2.0 * leaf)
+                for (n, leaf), slope in zip(d.items(), g, strict=True)
+            }
         values.append(value(d, task.query))
     torch.stack(values).mean().backward()
     estimate = gradient(setup, mn.MAML(), adapt="head.*", solver=SHORT)
@@ -154,18 +204,30 @@ def test_fomaml_is_the_query_gradient_at_the_adapted_parameters():
     for task in setup.tasks:
         adapted = learner.adapt(task.support)
         setup.loss(adapted(task.query[0]), task.query[1]).backward()
-        expected = {n: expected.get(n, 0) + p.grad / len(setup.tasks) for n, p in adapted.named_parameters()}
+        expected = {
+            n: expected.get(n, 0) + p.grad / len(setup.tasks) for n, p in adapted.named_parameters()
+        }
     for engine in ("stacked", "inplace"):
-        assert relative_error(gradient(setup, mn.FOMAML(), engine, adapt="head.*", solver=SHORT), expected) < 1e-12
+        assert (
+            relative_error(
+                gradient(setup, mn.FOMAML(), engine, adapt="head.*", solver=SHORT), expected
+            )
+            < 1e-12
+        )
 
 
 def test_maml_with_no_step_differentiated_is_fomaml():
     setup = perceptron()
     options = {"adapt": "head.*", "solver": SHORT}
-    assert relative_error(gradient(setup, mn.MAML(truncate=0), **options), gradient(setup, mn.FOMAML(), **options)) < 1e-12
+    assert (
+        relative_error(
+            gradient(setup, mn.MAML(truncate=0), **options), gradient(setup, mn.FOMAML(), **options)
+        )
+        < 1e-12
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- engines
+# ------------------------------------------------------------------------------------------ engines
 
 BOTH = [
     mn.FOBMAML(nu=0.1),
@@ -183,11 +245,17 @@ def test_engines_agree(estimator):
     for setup in (perceptron(), chain(), normed()):
         check_engines_agree(estimator, setup, adapt="head.*", solver=SHORT)
     check_engines_agree(
-        estimator, perceptron(), adapt="*.bias", solver=SHORT, learn_lam=None if isinstance(estimator, mn.FOMAML) else "tensor"
+        estimator,
+        perceptron(),
+        adapt="*.bias",
+        solver=SHORT,
+        learn_lam=None if isinstance(estimator, mn.FOMAML) else "tensor",
     )
 
 
-@pytest.mark.parametrize("estimator", [*BOTH, mn.MAML(), mn.FOBMAML(stencil="tangent"), mn.Exact()], ids=repr)
+@pytest.mark.parametrize(
+    "estimator", [*BOTH, mn.MAML(), mn.FOBMAML(stencil="tangent"), mn.Exact()], ids=repr
+)
 def test_chunks_do_not_matter(estimator):
     check_chunks(estimator, perceptron(), adapt="head.*")
 
@@ -199,7 +267,9 @@ def test_nothing_in_the_model_changes(engine: str):
 
 
 def test_everything_is_put_back_when_the_loss_raises():
-    """Also in the middle of the gradient by the shared layers, which is the last that is asked for."""
+    """Also in the middle of the gradient by the shared layers, which is the last that is asked
+    for.
+    """
     setup = perceptron()
     before = Snapshot(setup.model)
     calls = 0
@@ -211,11 +281,14 @@ def test_everything_is_put_back_when_the_loss_raises():
             raise RuntimeError("no more")
         return F.cross_entropy(output, target)
 
-    total = 3 * 2 * (2 * 3 + 2)  # tasks × nudges × (steps and the last look, support and query each)
+    # tasks × nudges × (steps and the last look, support and query each)
+    total = 3 * 2 * (2 * 3 + 2)
     for number in (1, 7, 8, total):
         calls, failing = 0, number
         paper = mn.FOBMAML(nu=0.1)
-        learner = mn.MetaLearner(setup.model, loss, adapt="head.*", solver=SHORT, estimator=paper, engine="inplace")
+        learner = mn.MetaLearner(
+            setup.model, loss, adapt="head.*", solver=SHORT, estimator=paper, engine="inplace"
+        )
         with pytest.raises((RuntimeError, ValueError), match="no more"):
             learner.meta_gradient(setup.tasks, metrics=False)
         before.assert_unchanged()
@@ -233,11 +306,16 @@ def test_cost_is_one_more_look_a_solve():
             (mn.FOMAML(), 3, 1),
             (mn.IMAML(cg_steps=2), 3 + 2 + 1, 1),
         ):
-            _, stats = learner_for(setup, estimator, engine, adapt="head.*", solver=SHORT).meta_gradient(setup.tasks)
-            assert (stats.support_gradients, stats.query_gradients) == (support, query), (engine, estimator)
+            _, stats = learner_for(
+                setup, estimator, engine, adapt="head.*", solver=SHORT
+            ).meta_gradient(setup.tasks)
+            assert (stats.support_gradients, stats.query_gradients) == (support, query), (
+                engine,
+                estimator,
+            )
 
 
-# -------------------------------------------------------------------------------------------------- as a learner
+# ------------------------------------------------------------------------------------- as a learner
 
 
 def test_all_parameters_get_a_gradient_and_only_the_matching_adapt():
@@ -260,7 +338,9 @@ def test_evaluate_adapts_what_adapt_adapts():
         result = learner.evaluate(setup.tasks)
         for place, task in enumerate(setup.tasks):
             adapted = learner.adapt(task.support)
-            assert float(result.loss[place]) == pytest.approx(setup.loss(adapted(task.query[0]), task.query[1]).item(), rel=1e-10)
+            assert float(result.loss[place]) == pytest.approx(
+                setup.loss(adapted(task.query[0]), task.query[1]).item(), rel=1e-10
+            )
 
 
 def test_a_pattern_for_everything_is_the_default():
@@ -282,8 +362,16 @@ def test_stiffness_by_name_is_asked_for_what_adapts_only():
     setup = perceptron()
     lam = {"head.weight": 2.0, "head.bias": 2.0}
     options = {"adapt": "head.*", "solver": SHORT}
-    assert relative_error(gradient(setup, mn.FOBMAML(nu=0.1), lam=lam, **options), gradient(setup, mn.FOBMAML(nu=0.1), **options)) < 1e-14
-    with pytest.raises(ValueError, match=r"unknown: body\.bias.*that adapts: head\.weight, head\.bias"):
+    assert (
+        relative_error(
+            gradient(setup, mn.FOBMAML(nu=0.1), lam=lam, **options),
+            gradient(setup, mn.FOBMAML(nu=0.1), **options),
+        )
+        < 1e-14
+    )
+    with pytest.raises(
+        ValueError, match=r"unknown: body\.bias.*that adapts: head\.weight, head\.bias"
+    ):
         learner_for(setup, lam={**lam, "body.bias": 1.0}, adapt="head.*")
 
 
@@ -294,21 +382,31 @@ def test_only_the_chosen_parameters_are_part_of_the_learned_stiffness():
 
 
 def test_attention_with_shared_layers_runs_on_both_engines():
-    check_engines_agree(mn.FOBMAML(nu=0.1, nudge="gradient"), attention(dropout=0.2), adapt="head.*", solver=SHORT)
+    check_engines_agree(
+        mn.FOBMAML(nu=0.1, nudge="gradient"), attention(dropout=0.2), adapt="head.*", solver=SHORT
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 def deep() -> Setup:
     """Layers of equal size, no activations to speak of; the last two adapt."""
     layers = OrderedDict((f"{'body' if i < 6 else 'head'}{i}", nn.Linear(40, 40)) for i in range(8))
-    return Setup(seeded(0, lambda: nn.Sequential(layers)), F.mse_loss, mn.TaskBatch(*[(torch.zeros(2, 2, 40).double(),) * 2] * 2))
+    return Setup(
+        seeded(0, lambda: nn.Sequential(layers)),
+        F.mse_loss,
+        mn.TaskBatch(*[(torch.zeros(2, 2, 40).double(),) * 2] * 2),
+    )
 
 
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=0.1), mn.FOBMAML(nu=0.1, nudge="gradient"), mn.FOMAML()], ids=repr)
+@pytest.mark.parametrize(
+    "estimator", [mn.FOBMAML(nu=0.1), mn.FOBMAML(nu=0.1, nudge="gradient"), mn.FOMAML()], ids=repr
+)
 def test_memory_in_place_is_a_training_step_and_few_copies(estimator):
-    """Of the shared layers: their gradient of the training step and the accumulator, nothing else; of the others as ever."""
+    """Of the shared layers: their gradient of the training step and the accumulator, nothing else;
+    of the others as ever.
+    """
     setup = deep()
     learner = learner_for(setup, estimator, "inplace", adapt="head*", solver=SHORT)
     problem = learner.problem()
@@ -331,7 +429,13 @@ def test_memory_of_inner_steps_is_that_of_what_adapts():
         seeded(
             0,
             lambda: nn.Sequential(
-                OrderedDict(a=nn.Linear(4, 256), b=nn.Tanh(), c=nn.Linear(256, 256), d=nn.Tanh(), head=nn.Linear(256, 2))
+                OrderedDict(
+                    a=nn.Linear(4, 256),
+                    b=nn.Tanh(),
+                    c=nn.Linear(256, 256),
+                    d=nn.Tanh(),
+                    head=nn.Linear(256, 2),
+                )
             ),
         ),
         F.cross_entropy,
@@ -348,13 +452,19 @@ def test_memory_of_inner_steps_is_that_of_what_adapts():
     assert peak("head.*") < peak(None) - activations
 
 
-# ----------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        ("heads.*", r"adapt='heads\.\*' matches no trainable parameter\. Near matches: head\.weight, head\.bias"),
+        (
+            "heads.*",
+            (
+                r"adapt='heads\.\*' matches no trainable parameter\. Near matches: head\.weight,"
+                r" head\.bias"
+            ),
+        ),
         (["head.*", "bdy.weight"], r"adapt='bdy\.weight' matches no .* Near matches: body\.weight"),
         ("zzz", r"The trainable parameters are body\.weight, body\.bias, head\.weight, head\.bias"),
         ([], "pattern of parameter names or a list"),
@@ -370,14 +480,19 @@ def test_patterns_that_match_nothing(patterns, message: str):
 def test_a_pattern_that_matches_only_frozen_parameters():
     setup = perceptron()
     setup.model.head.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"only frozen ones \(head\.weight, head\.bias\)\. Set requires_grad"):
+    with pytest.raises(
+        ValueError, match=r"only frozen ones \(head\.weight, head\.bias\)\. Set requires_grad"
+    ):
         learner_for(setup, adapt="head.*")
 
 
 @pytest.mark.parametrize("estimator", [mn.Reptile(), mn.ESMAML(samples=1)], ids=repr)
 def test_estimators_without_a_direct_term_say_so(estimator):
     setup = perceptron()
-    with pytest.raises(ValueError, match=r"no gradient for parameters that do not adapt \(body\.weight, body\.bias\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"no gradient for parameters that do not adapt \(body\.weight, body\.bias\)",
+    ):
         learner_for(setup, estimator, adapt="head.*").backward(setup.tasks)
 
 

@@ -1,4 +1,6 @@
-"""ν that chooses itself: close to the best of a grid, cheap, the same every time; and the paper's rule of thumb."""
+"""ν that chooses itself: close to the best of a grid, cheap, the same every time; and the paper's
+rule of thumb.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from metanudge.engines import InplaceEngine, StackedEngine
 from metanudge.estimators import meta_gradient
 from metanudge.testing.curvature import curvature
 from metanudge.tuning import LADDER, NuEstimate, NuTuner, best_nu, credible, estimate_nu, step_aware
-from problems import Setup, classification_tasks, logistic_regression, mlp, quadratic, relative_error, seeded
+from problems import (
+    Setup,
+    classification_tasks,
+    logistic_regression,
+    mlp,
+    quadratic,
+    relative_error,
+    seeded,
+)
 
 AUTO = mn.FOBMAML(nu="auto")
 GRID = [10 ** (-quarter / 4) for quarter in range(13)]
@@ -29,11 +39,14 @@ def relu_conv_net(*, tasks: int = 4, seed: int = 0) -> Setup:
     model = seeded(
         seed,
         lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3,
+            padding=1), nn.ReLU(), nn.MaxPool2d(2),
             nn.Flatten(), nn.Linear(16, 3),
         ),
     )  # fmt: skip
-    return Setup(model, nn.functional.cross_entropy, classification_tasks((1, 8, 8), 3, tasks, 15, 30, seed))
+    return Setup(
+        model, nn.functional.cross_entropy, classification_tasks((1, 8, 8), 3, tasks, 15, 30, seed)
+    )
 
 
 PROBLEMS = {
@@ -47,35 +60,57 @@ PROBLEMS = {
 def learner_for(setup: Setup, steps: int, *, estimator=AUTO, **options) -> mn.MetaLearner:
     """With an inner learning rate well below 2/(L̂ + λ)."""
     learner = mn.MetaLearner(setup.model, setup.loss, lam=LAM, estimator=estimator, **options)
-    learner.solver = mn.GradientDescent(lr=0.5 / (curvature(learner, setup.tasks) + LAM), steps=steps)
+    learner.solver = mn.GradientDescent(
+        lr=0.5 / (curvature(learner, setup.tasks) + LAM), steps=steps
+    )
     return learner
 
 
-def gradient(learner: mn.MetaLearner, tasks: mn.TaskBatch, **changes) -> tuple[dict[str, torch.Tensor], mn.Stats]:
+def gradient(
+    learner: mn.MetaLearner, tasks: mn.TaskBatch, **changes
+) -> tuple[dict[str, torch.Tensor], mn.Stats]:
     for name, value in changes.items():
         setattr(learner, name, value)
     return learner.meta_gradient(tasks, metrics=False)
 
 
-# --- The choice ------------------------------------------------------------------------------------------------------
+# --- The choice
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nudge", ["loss", "gradient"])
-@pytest.mark.parametrize(("name", "steps"), [*itertools.product(["quadratic", "logistic", "tanh"], [5, 20]), ("relu", 5), ("relu", 10)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [*itertools.product(["quadratic", "logistic", "tanh"], [5, 20]), ("relu", 5), ("relu", 10)],
+)
 def test_the_error_is_at_most_twice_the_best_of_a_grid(name, steps, nudge):
-    """Against the exact meta-gradient where the problem is smooth; among kinks, where there is none, against the tangent."""
+    """Against the exact meta-gradient where the problem is smooth; among kinks, where there is
+    none, against the tangent.
+    """
     setup = PROBLEMS[name]()
     learner = learner_for(setup, steps)
     solver = learner.solver
     if name == "relu":
-        truth, _ = gradient(learner, setup.tasks, estimator=mn.FOBMAML(stencil="tangent", nudge=nudge))
+        truth, _ = gradient(
+            learner, setup.tasks, estimator=mn.FOBMAML(stencil="tangent", nudge=nudge)
+        )
     else:
-        truth, _ = gradient(learner, setup.tasks, estimator=mn.Exact(), solver=mn.NewtonCG(tol=1e-12))
+        truth, _ = gradient(
+            learner, setup.tasks, estimator=mn.Exact(), solver=mn.NewtonCG(tol=1e-12)
+        )
     errors = [
-        relative_error(gradient(learner, setup.tasks, estimator=mn.FOBMAML(nu=nu, nudge=nudge), solver=solver)[0], truth) for nu in GRID
+        relative_error(
+            gradient(learner, setup.tasks, estimator=mn.FOBMAML(nu=nu, nudge=nudge), solver=solver)[
+                0
+            ],
+            truth,
+        )
+        for nu in GRID
     ]
     estimate, stats = gradient(learner, setup.tasks, estimator=mn.FOBMAML(nu="auto", nudge=nudge))
-    assert relative_error(estimate, truth) <= 2 * min(error for error in errors if math.isfinite(error)), (stats.nu, errors)
+    assert relative_error(estimate, truth) <= 2 * min(
+        error for error in errors if math.isfinite(error)
+    ), (stats.nu, errors)
     if name == "relu":
         assert stats.nu > 0.03, "kinks: a small ν is noise"
         assert min(errors[6:]) > 1.4 * min(errors), "this problem does have a ν that is too small"
@@ -88,7 +123,14 @@ def test_rounding_is_seen_in_float32():
     truth, _ = gradient(learner, setup.tasks, estimator=mn.FOBMAML(stencil="tangent"))
     single, tasks = learner.to(torch.float32), setup.tasks.to(torch.float32)
     errors = [
-        relative_error({n: g.double() for n, g in gradient(single, tasks, estimator=mn.FOBMAML(nu=nu))[0].items()}, truth) for nu in GRID
+        relative_error(
+            {
+                n: g.double()
+                for n, g in gradient(single, tasks, estimator=mn.FOBMAML(nu=nu))[0].items()
+            },
+            truth,
+        )
+        for nu in GRID
     ]
     estimate, stats = gradient(single, tasks, estimator=AUTO)
     assert 1e-3 < stats.nu < 0.1
@@ -96,9 +138,17 @@ def test_rounding_is_seen_in_float32():
 
 
 def test_a_problem_that_a_nudge_moves_to_its_limits_is_no_plateau():
-    """Saturated: large ν move φ all the way, and g falls as 1/ν; neighbours then disagree less than further down."""
+    """Saturated: large ν move φ all the way, and g falls as 1/ν; neighbours then disagree less than
+    further down.
+    """
     setup = mlp(tasks=3)
-    learner = mn.MetaLearner(setup.model, setup.loss, lam=0.02, solver=mn.GradientDescent(lr=0.3, steps=50), engine="stacked")
+    learner = mn.MetaLearner(
+        setup.model,
+        setup.loss,
+        lam=0.02,
+        solver=mn.GradientDescent(lr=0.3, steps=50),
+        engine="stacked",
+    )
     options = {"nudge": "gradient", "start": "shifted"}
     truth, _ = gradient(learner, setup.tasks, estimator=mn.FOBMAML(stencil="tangent", **options))
     estimate, _ = gradient(learner, setup.tasks, estimator=mn.FOBMAML(nu="auto", **options))
@@ -131,24 +181,41 @@ def test_nothing_agrees():
 
 def test_divergence_leaves_the_rule_of_thumb_and_is_reported():
     setup = logistic_regression()
-    learner = mn.MetaLearner(setup.model, setup.loss, solver=mn.GradientDescent(lr=1e200, steps=4), estimator=AUTO, engine="stacked")
+    learner = mn.MetaLearner(
+        setup.model,
+        setup.loss,
+        solver=mn.GradientDescent(lr=1e200, steps=4),
+        estimator=AUTO,
+        engine="stacked",
+    )
     found = learner.choose_nu(setup.tasks)
     assert (found.nu, found.error) == (step_aware(4), math.inf)
     with pytest.raises(mn.NonFiniteError, match="smaller lr"):
         learner.backward(setup.tasks)
 
 
-# --- Any stencil, nudge, start, engine, solver -----------------------------------------------------------------------
+# --- Any stencil, nudge, start, engine, solver
+# -----------------------------------------------------------------------
 
 
 def assert_same_up_to_rounding(a: NuEstimate, b: NuEstimate) -> None:
-    """Each disagreement is off by at most about twice the rounding to be expected, so two of them differ by at most four times that."""
+    """Each disagreement is off by at most about twice the rounding to be expected, so two of them
+    differ by at most four times that.
+    """
     for one, other, rounding in zip(a.disagreement, b.disagreement, b.rounding, strict=True):
         assert abs(one - other) <= 4 * rounding
-    assert a.rounding == pytest.approx(b.rounding, rel=4 * max(b.rounding)), "they are relative to norms, which are off by as much"
+    assert a.rounding == pytest.approx(b.rounding, rel=4 * max(b.rounding)), (
+        "they are relative to norms, which are off by as much"
+    )
 
 
-KINDS = list(itertools.product(["symmetric", "forward", "five-point"], ["loss", "gradient"], ["theta", "shifted", "solution"]))
+KINDS = list(
+    itertools.product(
+        ["symmetric", "forward", "five-point"],
+        ["loss", "gradient"],
+        ["theta", "shifted", "solution"],
+    )
+)
 
 
 @pytest.mark.parametrize(("stencil", "nudge", "start"), KINDS)
@@ -157,16 +224,25 @@ def test_every_kind_is_a_difference_at_the_chosen_nu(stencil, nudge, start):
     kind = mn.FOBMAML(nu="auto", stencil=stencil, nudge=nudge, start=start)
     found = {}
     for engine in ("stacked", "inplace"):
-        learner = mn.MetaLearner(setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), estimator=kind, engine=engine)
+        learner = mn.MetaLearner(
+            setup.model,
+            setup.loss,
+            solver=mn.GradientDescent(lr=0.2, steps=3),
+            estimator=kind,
+            engine=engine,
+        )
         g, stats = learner.meta_gradient(setup.tasks)
-        fixed, expected = gradient(learner, setup.tasks, estimator=dataclasses.replace(kind, nu=stats.nu))
+        fixed, expected = gradient(
+            learner, setup.tasks, estimator=dataclasses.replace(kind, nu=stats.nu)
+        )
         assert all(torch.equal(g[n], fixed[n]) for n in g)
         assert stats.nu == expected.nu
         found[engine] = learner.tuner.last
     stacked, inplace = found["stacked"], found["inplace"]
     assert stacked.nu == inplace.nu
     assert_same_up_to_rounding(stacked, inplace)
-    # Neighbours on the ladder differ by the truncation error, which falls as the stencil's order says.
+    # Neighbours on the ladder differ by the truncation error, which falls as the stencil's order
+    # says.
     order = {"symmetric": 2, "forward": 1, "five-point": 4}[stencil]
     first, second = stacked.disagreement[1:3]
     assert math.log(first / second) / math.log(10**0.5) == pytest.approx(order, abs=0.25)
@@ -175,7 +251,9 @@ def test_every_kind_is_a_difference_at_the_chosen_nu(stencil, nudge, start):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("start", ["theta", "solution"])
 def test_an_ulp_does_not_decide_between_two_rungs(start, dtype):
-    """The smallest ν of the ladder are at the floor of rounding here, where their disagreements change by a fifth with every ulp of θ."""
+    """The smallest ν of the ladder are at the floor of rounding here, where their disagreements
+    change by a fifth with every ulp of θ.
+    """
     kind = mn.FOBMAML(nu="auto", stencil="five-point", start=start)
     looks = []
     for seed in range(6):
@@ -183,8 +261,18 @@ def test_an_ulp_does_not_decide_between_two_rungs(start, dtype):
         model = setup.model.to(dtype)
         with torch.no_grad():
             for p in model.parameters():
-                p.mul_(1 + torch.finfo(dtype).eps * torch.randint(-1, 2, p.shape, generator=generator).to(p))
-        learner = mn.MetaLearner(model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), estimator=kind, engine="stacked")
+                p.mul_(
+                    1
+                    + torch.finfo(dtype).eps
+                    * torch.randint(-1, 2, p.shape, generator=generator).to(p)
+                )
+        learner = mn.MetaLearner(
+            model,
+            setup.loss,
+            solver=mn.GradientDescent(lr=0.2, steps=3),
+            estimator=kind,
+            engine="stacked",
+        )
         looks.append(learner.choose_nu(setup.tasks.to(dtype)))
     last = [look.disagreement[-1] for look in looks]
     assert max(last) < 4 * looks[0].rounding[-1], "at the floor"
@@ -197,9 +285,18 @@ def test_an_ulp_does_not_decide_between_two_rungs(start, dtype):
 
 def test_the_ladder_is_the_same_in_any_portions():
     setup = mlp(tasks=4)
-    learner = mn.MetaLearner(setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), engine="stacked")
+    learner = mn.MetaLearner(
+        setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), engine="stacked"
+    )
     looks = [
-        estimate_nu(learner.problem(), setup.tasks, estimator=AUTO, solver=learner.solver, engine=engine, rungs_at_once=rungs)
+        estimate_nu(
+            learner.problem(),
+            setup.tasks,
+            estimator=AUTO,
+            solver=learner.solver,
+            engine=engine,
+            rungs_at_once=rungs,
+        )
         for engine, rungs in (
             (StackedEngine(), 1),
             (StackedEngine(), 3),
@@ -215,7 +312,12 @@ def test_the_ladder_is_the_same_in_any_portions():
 
 
 @pytest.mark.parametrize(
-    "solver", [mn.Nesterov(lr=0.2, steps=4), mn.TorchOptimizer(torch.optim.Adam, steps=4, options={"lr": 0.05}), mn.LBFGS(steps=5)]
+    "solver",
+    [
+        mn.Nesterov(lr=0.2, steps=4),
+        mn.TorchOptimizer(torch.optim.Adam, steps=4, options={"lr": 0.05}),
+        mn.LBFGS(steps=5),
+    ],
 )
 def test_any_solver(solver):
     setup = logistic_regression(tasks=2)
@@ -226,35 +328,52 @@ def test_any_solver(solver):
 
 
 @pytest.mark.parametrize(
-    "options", [{"learn_lam": "tensor"}, {"adapt": "2.*"}, {"lam": {"0.weight": 0.1, "0.bias": 1.0, "2.weight": 2.0, "2.bias": 9.0}}]
+    "options",
+    [
+        {"learn_lam": "tensor"},
+        {"adapt": "2.*"},
+        {"lam": {"0.weight": 0.1, "0.bias": 1.0, "2.weight": 2.0, "2.bias": 9.0}},
+    ],
 )
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
 def test_learned_stiffness_and_shared_layers(options, engine):
     setup = mlp(tasks=2)
     learner = mn.MetaLearner(
-        setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), estimator=AUTO, engine=engine, **options
+        setup.model,
+        setup.loss,
+        solver=mn.GradientDescent(lr=0.2, steps=3),
+        estimator=AUTO,
+        engine=engine,
+        **options,
     )
     g, stats = learner.meta_gradient(setup.tasks)
-    tangent, _ = gradient(learner, setup.tasks, estimator=mn.FOBMAML(stencil="tangent"), engine="stacked")
+    tangent, _ = gradient(
+        learner, setup.tasks, estimator=mn.FOBMAML(stencil="tangent"), engine="stacked"
+    )
     assert stats.nu == LADDER[-1], "smooth: the smaller the better"
     assert relative_error(g, tangent) < 1e-5
 
 
 def test_without_a_learner_it_is_chosen_on_the_tasks():
     setup = mlp(tasks=6)
-    learner = mn.MetaLearner(setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), estimator=AUTO)
+    learner = mn.MetaLearner(
+        setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), estimator=AUTO
+    )
     options = {"solver": learner.solver, "engine": StackedEngine()}
     settled = NuTuner().settled(AUTO, learner.problem(), setup.tasks, seed=0, first=0, **options)
     g, stats = meta_gradient(learner.problem(), setup.tasks, estimator=settled, **options)
     assert stats.nu == estimate_nu(learner.problem(), setup.tasks[:4], estimator=AUTO, **options).nu
-    fixed, _ = meta_gradient(learner.problem(), setup.tasks, estimator=mn.FOBMAML(nu=stats.nu), **options)
+    fixed, _ = meta_gradient(
+        learner.problem(), setup.tasks, estimator=mn.FOBMAML(nu=stats.nu), **options
+    )
     assert all(torch.equal(g[n], fixed[n]) for n in g)
 
 
 def test_a_module_that_cannot_be_stacked_is_looked_at_in_place():
     class Fickle(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x if float(x.sum()) > 0 else 1.0 * x)  # a branch on data: no vmap
+            # a branch on data: no vmap
+            return super().forward(x if float(x.sum()) > 0 else 1.0 * x)
 
     setup = logistic_regression(tasks=2)
     learner = mn.MetaLearner(seeded(0, lambda: Fickle(4, 3)), setup.loss, estimator=AUTO)
@@ -263,12 +382,16 @@ def test_a_module_that_cannot_be_stacked_is_looked_at_in_place():
     assert learner.tuner.last.error < 0.1
 
 
-# --- How often, on what, at what cost --------------------------------------------------------------------------------
+# --- How often, on what, at what cost
+# --------------------------------------------------------------------------------
 
 
 def test_the_same_every_time():
     setup = relu_conv_net(tasks=3)
-    looks = [mn.MetaLearner(setup.model, setup.loss, estimator=AUTO, seed=5).choose_nu(setup.tasks) for _ in range(2)]
+    looks = [
+        mn.MetaLearner(setup.model, setup.loss, estimator=AUTO, seed=5).choose_nu(setup.tasks)
+        for _ in range(2)
+    ]
     assert looks[0] == looks[1]
 
 
@@ -304,7 +427,13 @@ def test_what_was_found_before_counts_half():
 def test_looking_costs_less_than_a_twentieth(tasks, nudge):
     setup = logistic_regression(tasks=tasks, support=4, query=4)
     kind = mn.FOBMAML(nu="auto", nudge=nudge)
-    learner = mn.MetaLearner(setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=2), estimator=kind, engine="stacked")
+    learner = mn.MetaLearner(
+        setup.model,
+        setup.loss,
+        solver=mn.GradientDescent(lr=0.2, steps=2),
+        estimator=kind,
+        engine="stacked",
+    )
     steps, spent = learner.tuner.interval(tasks), 0.0
     for _ in range(steps):
         stats = learner.meta_gradient(setup.tasks, metrics=False)[1]
@@ -322,7 +451,9 @@ def test_its_cost_is_counted(nudge):
         calls["loss"] += 1
         return setup.loss(output, target)
 
-    learner = mn.MetaLearner(setup.model, loss, estimator=mn.FOBMAML(nu="auto", nudge=nudge), engine="inplace")
+    learner = mn.MetaLearner(
+        setup.model, loss, estimator=mn.FOBMAML(nu="auto", nudge=nudge), engine="inplace"
+    )
     assert learner.choose_nu(setup.tasks).gradients == calls["loss"]
 
 
@@ -331,7 +462,10 @@ def test_looking_changes_nothing():
     learner = mn.MetaLearner(setup.model, setup.loss, estimator=AUTO)
     before, state = [p.clone() for p in learner.parameters()], torch.get_rng_state()
     learner.choose_nu(setup.tasks)
-    assert all(torch.equal(p, b) and p.grad is None for p, b in zip(learner.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, b) and p.grad is None
+        for p, b in zip(learner.parameters(), before, strict=True)
+    )
     assert torch.equal(torch.get_rng_state(), state)
     assert learner.calls == 0
 
@@ -354,7 +488,8 @@ def test_a_learner_goes_on_from_the_state():
     assert second.tuner.state_dict() == whole.tuner.state_dict()
 
 
-# --- The rest --------------------------------------------------------------------------------------------------------
+# --- The rest
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_papers_rule():
@@ -364,9 +499,9 @@ def test_the_papers_rule():
     assert all(a > b for a, b in itertools.pairwise(between))
     assert step_aware(5, coarse=0.5) == 0.5
     assert step_aware(100, fine=0.001) == 0.001
-    assert step_aware(22, coarse=0.5, fine=0.001) == pytest.approx(math.sqrt(0.5 * 0.001), rel=0.1), (
-        "half-way in log K, half-way in log ν"
-    )
+    assert step_aware(22, coarse=0.5, fine=0.001) == pytest.approx(
+        math.sqrt(0.5 * 0.001), rel=0.1
+    ), "half-way in log K, half-way in log ν"
 
 
 @pytest.mark.parametrize(
@@ -382,7 +517,12 @@ def test_the_papers_rule():
         (lambda: NuTuner(every=0), ["every", "50"]),
         (lambda: NuTuner(share=0.0), ["share"]),
         (lambda: NuTuner(most_tasks=0), ["most_tasks"]),
-        (lambda: mn.MetaLearner(nn.Linear(1, 1), nn.functional.mse_loss, estimator=mn.FOMAML()).choose_nu([]), ['nu="auto"']),
+        (
+            lambda: mn.MetaLearner(
+                nn.Linear(1, 1), nn.functional.mse_loss, estimator=mn.FOMAML()
+            ).choose_nu([]),
+            ['nu="auto"'],
+        ),
     ],
 )
 def test_bad_input_says_what_to_do(make, words):
@@ -394,9 +534,14 @@ def test_bad_input_says_what_to_do(make, words):
 
 def test_check_gradient_shows_the_choice():
     setup = mlp(tasks=3)
-    learner = mn.MetaLearner(setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), estimator=AUTO)
+    learner = mn.MetaLearner(
+        setup.model, setup.loss, solver=mn.GradientDescent(lr=0.2, steps=3), estimator=AUTO
+    )
     report = mn.check_gradient(learner, setup.tasks, estimators=[AUTO], nus=[0.1])
-    assert [row.estimator for row in report.rows] == ["FOBMAML symmetric, loss nudge", "FOBMAML symmetric, loss nudge, automatic ν"]
+    assert [row.estimator for row in report.rows] == [
+        "FOBMAML symmetric, loss nudge",
+        "FOBMAML symmetric, loss nudge, automatic ν",
+    ]
     assert report.rows[1].nu == learner.choose_nu(setup.tasks).nu
 
 
@@ -404,14 +549,18 @@ def test_a_shifted_start_stays_within_the_way_to_the_solution():
     """Inner steps so short that ν∇f/λ is far away for every ν of the ladder's upper half."""
     setup = mlp(tasks=3)
     solver = mn.GradientDescent(lr=0.01, steps=3)
-    learner = mn.MetaLearner(setup.model, setup.loss, lam=LAM, solver=solver, estimator=mn.FOBMAML(start="shifted"))
+    learner = mn.MetaLearner(
+        setup.model, setup.loss, lam=LAM, solver=solver, estimator=mn.FOBMAML(start="shifted")
+    )
     found = learner.choose_nu(setup.tasks)
     theta = torch.cat([p.detach().flatten() for p in setup.model.parameters()])
     ratios = []
     for number in range(3):
         adapted = learner.adapt(setup.tasks[number].support, seed=0)
         inputs, targets = setup.tasks[number].query
-        force = torch.autograd.grad(setup.loss(adapted(inputs), targets), list(adapted.parameters()))
+        force = torch.autograd.grad(
+            setup.loss(adapted(inputs), targets), list(adapted.parameters())
+        )
         way = torch.cat([p.detach().flatten() for p in adapted.parameters()]) - theta
         ratios.append(float(torch.cat([g.flatten() for g in force]).norm() / LAM / way.norm()))
     assert found.longest == pytest.approx(1 / sorted(ratios)[1], rel=1e-9)

@@ -1,4 +1,6 @@
-"""Small runs for the tests of what comes after training: made with the library's own parts, in the layout of `metanudge train`."""
+"""Small runs for the tests of what comes after training: made with the library's own parts, in the
+layout of `metanudge train`.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,23 @@ def make_run(folder: Path, config: TrainConfig, *, iterations: int = 0) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.to_json())
     CheckpointStore(folder / "checkpoints").save(
-        iterations, {"model": learner.model.state_dict()}, {"shapes": runs.DataShapes.of(source).to_dict()}, best=True
+        iterations,
+        {"model": learner.model.state_dict()},
+        {"shapes": runs.DataShapes.of(source).to_dict()},
+        best=True,
     )
     return folder
 
 
-def vector_table(path: Path, *, classes: int = 12, each: int = 12, features: int = 6, seed: int = 0, first: int = 0) -> Path:
+def vector_table(
+    path: Path,
+    *,
+    classes: int = 12,
+    each: int = 12,
+    features: int = 6,
+    seed: int = 0,
+    first: int = 0,
+) -> Path:
     """A table of well separated clusters of numbers, one per class, named c00, c01, …"""
     rng = np.random.default_rng(seed)
     centres = np.random.default_rng(99).normal(size=(100, features)) * 3
@@ -51,9 +64,17 @@ def vector_table(path: Path, *, classes: int = 12, each: int = 12, features: int
 
 
 def vector_run(folder: Path, table: Path, **changes: object) -> Path:
-    """An untrained run on `vector_table`: 3 ways, an MLP. Adaptation alone tells such clusters apart."""
+    """An untrained run on `vector_table`: 3 ways, an MLP. Adaptation alone tells such clusters
+    apart.
+    """
     config = TrainConfig(
-        data=str(table), ways=3, shots=3, queries=5, model="mlp:hidden=(16,)", lam=0.1, solver="gradient_descent:lr=0.2,steps=20"
+        data=str(table),
+        ways=3,
+        shots=3,
+        queries=5,
+        model="mlp:hidden=(16,)",
+        lam=0.1,
+        solver="gradient_descent:lr=0.2,steps=20",
     )
     return make_run(folder, TrainConfig(**(config.to_dict() | changes)))
 
@@ -70,22 +91,31 @@ def omniglot_run(folder: Path) -> Path:
     root = omniglot_folder()
     if not (folder / "config.json").is_file():
         config = TrainConfig(
-            data="omniglot", ways=5, shots=5, queries=5, data_options=f"root={str(root)!r},rotations=false", model="conv4:channels=32",
-            lam=0.1, solver="gradient_descent:lr=0.1,steps=5", estimator="fomaml", optimizer="adam:lr=0.005", tasks=4, engine="inplace",
+            data="omniglot", ways=5, shots=5, queries=5,
+            data_options=f"root={str(root)!r},rotations=false", model="conv4:channels=32",
+            lam=0.1, solver="gradient_descent:lr=0.1,steps=5", estimator="fomaml",
+            optimizer="adam:lr=0.005", tasks=4, engine="inplace",
         )  # fmt: skip
         make_run(folder, config, iterations=40)
     return folder
 
 
-def character_folders(root: Path, *, ways: int, shots: int, queries: int, seed: int) -> tuple[Path, Path]:
-    """PNGs of characters that no training task has shown: `root/support/NAME/n.png` and `root/predict/NAME/n.png`, ink dark on light."""
+def character_folders(
+    root: Path, *, ways: int, shots: int, queries: int, seed: int
+) -> tuple[Path, Path]:
+    """PNGs of characters that no training task has shown: `root/support/NAME/n.png` and
+    `root/predict/NAME/n.png`, ink dark on light.
+    """
     source = Omniglot(root=omniglot_folder(), rotations=False)
     names = list(source.classes("test"))
     arrays = load_omniglot(omniglot_folder())
     rng = np.random.default_rng(seed)
     for c in rng.choice(len(names), ways, replace=False):
         drawings = arrays.images[arrays.names.index(names[c])][rng.permutation(20)]
-        for part, images in (("support", drawings[:shots]), ("predict", drawings[shots : shots + queries])):
+        for part, images in (
+            ("support", drawings[:shots]),
+            ("predict", drawings[shots : shots + queries]),
+        ):
             folder = root / part / names[c].replace("/", "-")
             folder.mkdir(parents=True)
             for n, image in enumerate(images):
@@ -93,11 +123,15 @@ def character_folders(root: Path, *, ways: int, shots: int, queries: int, seed: 
     return root / "support", root / "predict"
 
 
-def write_images(root: Path, classes: list[str], each: int, *, size: int = 20, seed: int = 0) -> Path:
+def write_images(
+    root: Path, classes: list[str], each: int, *, size: int = 20, seed: int = 0
+) -> Path:
     """Random grey pictures, one sub-folder per class."""
     rng = np.random.default_rng(seed)
     for name in classes:
         (root / name).mkdir(parents=True)
         for n in range(each):
-            Image.fromarray(rng.integers(0, 256, (size, size), dtype=np.uint8)).save(root / name / f"{n}.png")
+            Image.fromarray(rng.integers(0, 256, (size, size), dtype=np.uint8)).save(
+                root / name / f"{n}.png"
+            )
     return root

@@ -1,12 +1,14 @@
-"""Data hyper-cleaning: find wrong labels by learning a weight for every training example, on MNIST-1D with 40 % wrong labels.
+"""Data hyper-cleaning: find wrong labels by learning a weight for every training example, on
+MNIST-1D with 40 % wrong labels.
 
     python lab/examples/hyper_cleaning.py --out runs/hyper_cleaning
 
-    inner:  φ*(x) = argmin_φ  mean_i σ(x_i) ℓ_i(φ) + l2 ‖φ‖²    over the training examples, 40 % of them with a wrong label
+    inner:  φ*(x) = argmin_φ  mean_i σ(x_i) ℓ_i(φ) + l2 ‖φ‖²  on training data, 40 % mislabelled
     outer:  F(x) = mean loss of φ*(x) on a small validation set with right labels
 
-The model is a softmax classifier on fixed random convolutional features. Every method solves the same inner problem with the same solver
-and the same outer Adam. Prints a table, writes `hyper_cleaning.json` (the same numbers, and where they come from) and a plot.
+The model is a softmax classifier on fixed random convolutional features. Every method solves the
+same inner problem with the same solver and the same outer Adam. Prints a table, writes
+`hyper_cleaning.json` (the same numbers, and where they come from) and a plot.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Config:
     inner_steps: int = 30
     outer_steps: int = 15
     outer_lr: float = 0.5
-    final_l2: tuple[float, ...] = (3e-3, 1e-2, 3e-2)  # every final classifier takes the best for it on the selection set
+    # every final classifier takes the best for it on the selection set
+    final_l2: tuple[float, ...] = (3e-3, 1e-2, 3e-2)
     selection: int = 500
     seeds: int = 3
 
@@ -90,7 +93,10 @@ def load(config: Config, seed: int) -> Data:
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(arrays.y_train), generator=draw)
     x, y = torch.from_numpy(arrays.x_train).float()[order], torch.from_numpy(arrays.y_train)[order]
-    filters, bias = torch.randn(config.filters, 1, 7, generator=draw) / 7**0.5, torch.randn(config.filters, generator=draw)
+    filters, bias = (
+        torch.randn(config.filters, 1, 7, generator=draw) / 7**0.5,
+        torch.randn(config.filters, generator=draw),
+    )
 
     def features(inputs: Tensor) -> Tensor:
         maps = torch.tanh(F.conv1d(inputs.unsqueeze(1), filters, bias))
@@ -105,7 +111,11 @@ def load(config: Config, seed: int) -> Data:
 
     parts, labels = scaled(raw), y[: n + v + s]
     clean = torch.rand(n, generator=draw) >= config.wrong
-    shift = torch.ones(n, dtype=torch.long) if config.mistakes == "systematic" else torch.randint(1, NUM_CLASSES, (n,), generator=draw)
+    shift = (
+        torch.ones(n, dtype=torch.long)
+        if config.mistakes == "systematic"
+        else torch.randint(1, NUM_CLASSES, (n,), generator=draw)
+    )
     return Data(
         train=parts[:n],
         given=torch.where(clean, labels[:n], (labels[:n] + shift) % NUM_CLASSES),
@@ -113,7 +123,10 @@ def load(config: Config, seed: int) -> Data:
         clean=clean,
         validation=(parts[n : n + v], labels[n : n + v]),
         selection=(parts[n + v :], labels[n + v :]),
-        test=(scaled(features(torch.from_numpy(arrays.x_test).float())), torch.from_numpy(arrays.y_test)),
+        test=(
+            scaled(features(torch.from_numpy(arrays.x_test).float())),
+            torch.from_numpy(arrays.y_test),
+        ),
     )
 
 
@@ -123,9 +136,12 @@ class Cleaning:
     def __init__(self, data: Data, config: Config) -> None:
         self.data, self.config = data, config
         self.init = torch.zeros(data.train.shape[1], NUM_CLASSES)
-        # Softmax losses have curvature of at most half the largest eigenvalue of the features' second moment.
+        # Softmax losses have curvature of at most half the largest eigenvalue of the features'
+        # second moment.
         largest = float(torch.linalg.eigvalsh(data.train.T @ data.train / len(data.train))[-1])
-        self.solver = mn.Nesterov(lr=1 / (largest / 2 + 2 * config.l2), steps=config.inner_steps, momentum=0.9)
+        self.solver = mn.Nesterov(
+            lr=1 / (largest / 2 + 2 * config.l2), steps=config.inner_steps, momentum=0.9
+        )
 
     def inner(self, x: Tensor, phi: Tensor) -> Tensor:
         losses = F.cross_entropy(self.data.train @ phi, self.data.given, reduction="none")
@@ -135,8 +151,12 @@ class Cleaning:
         features, labels = self.data.validation
         return F.cross_entropy(features @ phi, labels)
 
-    def hypergradient(self, estimator: Any, x: Tensor, init: Tensor, solver: Any = None) -> mn.Hypergradient:
-        return mn.hypergradient(self.inner, self.outer, x, init, solver=solver or self.solver, estimator=estimator)
+    def hypergradient(
+        self, estimator: Any, x: Tensor, init: Tensor, solver: Any = None
+    ) -> mn.Hypergradient:
+        return mn.hypergradient(
+            self.inner, self.outer, x, init, solver=solver or self.solver, estimator=estimator
+        )
 
     def clean(self, name: str, seed: int, exact: Tensor) -> Run:
         """Hypergradient descent on the weights; each solve starts where the last one ended."""
@@ -164,18 +184,26 @@ class Cleaning:
         )
 
     def exact(self) -> Tensor:
-        """The hypergradient at equal weights, by the dense implicit function theorem at a precise solution."""
-        return self.hypergradient(mn.Exact(), torch.zeros(self.config.train), self.init, mn.LBFGS(tol=1e-5)).gradient
+        """The hypergradient at equal weights, by the dense implicit function theorem at a precise
+        solution.
+        """
+        return self.hypergradient(
+            mn.Exact(), torch.zeros(self.config.train), self.init, mn.LBFGS(tol=1e-5)
+        ).gradient
 
     def reference(self, name: str) -> float:
         """Test accuracy without cleaning."""
         ones = torch.ones(self.config.train)
         if name == "validation examples alone":
             return self.final_accuracy(0 * ones, self.data.given)
-        return self.final_accuracy(ones, self.data.right if name == "all labels right" else self.data.given)
+        return self.final_accuracy(
+            ones, self.data.right if name == "all labels right" else self.data.given
+        )
 
     def final_accuracy(self, weights: Tensor, labels: Tensor) -> float:
-        """Train on the weighted training examples and the validation examples; the penalty that is best on the selection set counts."""
+        """Train on the weighted training examples and the validation examples; the penalty that is
+        best on the selection set counts.
+        """
         features = torch.cat([self.data.train, self.data.validation[0]])
         targets = torch.cat([labels, self.data.validation[1]])
         weights = torch.cat([weights, torch.ones(len(self.data.validation[1]))])
@@ -195,7 +223,9 @@ class Cleaning:
 def fit(loss: Any, init: Tensor) -> Tensor:
     """A plain minimisation by torch's L-BFGS."""
     phi = init.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([phi], max_iter=100, tolerance_grad=1e-4, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [phi], max_iter=100, tolerance_grad=1e-4, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -218,14 +248,37 @@ def auroc(scores: Tensor, positive: Tensor) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/hyper_cleaning"), help="folder for the plot and the numbers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/hyper_cleaning"),
+        help="folder for the plot and the numbers",
+    )
     defaults = Config()
-    for name in ("train", "validation", "selection", "filters", "inner_steps", "outer_steps", "seeds"):
+    for name in (
+        "train",
+        "validation",
+        "selection",
+        "filters",
+        "inner_steps",
+        "outer_steps",
+        "seeds",
+    ):
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name), help=f"default {getattr(defaults, name)}"
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=getattr(defaults, name),
+            help=f"default {getattr(defaults, name)}",
         )
-    parser.add_argument("--mistakes", choices=("systematic", "random"), default=defaults.mistakes, help=f"default {defaults.mistakes}")
+    parser.add_argument(
+        "--mistakes",
+        choices=("systematic", "random"),
+        default=defaults.mistakes,
+        help=f"default {defaults.mistakes}",
+    )
     arguments = vars(parser.parse_args(argv))
     out: Path = arguments.pop("out")
     config = Config(**arguments)
@@ -255,9 +308,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def show(config: Config, references: dict[str, list[float]], runs: list[Run]) -> None:
-    wrong = f"{config.wrong:.0%} of {config.train} training labels wrong, {config.mistakes} mistakes"
+    wrong = (
+        f"{config.wrong:.0%} of {config.train} training labels wrong, {config.mistakes} mistakes"
+    )
     table = Table(
-        title=f"{wrong}; {config.validation} validation examples, seeds: {config.seeds}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=f"{wrong}; {config.validation} validation examples, seeds: {config.seeds}",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("trained on", no_wrap=True)
     for column in ("test accuracy", "AUROC", "cosine", "ms", "MB"):
@@ -296,8 +353,13 @@ def plot(clean: Tensor, runs: list[Run], path: Path) -> None:
     made, axes = figure(len(runs), 1, width=2.5 * len(runs), height=2.8, sharey=True, squeeze=False)
     for one, run in zip(axes[0], runs, strict=True):
         weights = torch.tensor(run.weights)
-        for mask, label, colour in ((clean, "right label", "#0d9488"), (~clean, "wrong label", "#d1495b")):
-            one.hist(weights[mask].tolist(), bins=20, range=(0, 1), alpha=0.65, color=colour, label=label)
+        for mask, label, colour in (
+            (clean, "right label", "#0d9488"),
+            (~clean, "wrong label", "#d1495b"),
+        ):
+            one.hist(
+                weights[mask].tolist(), bins=20, range=(0, 1), alpha=0.65, color=colour, label=label
+            )
         one.set_title(f"{run.method}\nAUROC {run.auroc:.3f}", fontsize=9)
         one.set_xlabel("learned weight")
     axes[0][0].set_ylabel("examples")

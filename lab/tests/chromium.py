@@ -20,14 +20,18 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--remote-debugging-port=0",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+    "--remote-debugging-port=0",
 )  # fmt: skip
 
 
 def find() -> str | None:
     """The browser's program, if there is one; CHROMIUM may name it."""
-    return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+    return os.environ.get("CHROMIUM") or next(
+        (path for name in NAMES if (path := shutil.which(name))), None
+    )
 
 
 class Page:
@@ -37,7 +41,8 @@ class Page:
         host, port, path = re.fullmatch(r"ws://([^:/]+):(\d+)(/.*)", address).groups()  # type: ignore[union-attr]
         self._socket = socket.create_connection((host, int(port)), timeout=timeout)
         key = base64.b64encode(secrets.token_bytes(16)).decode()
-        lines = (f"GET {path} HTTP/1.1", f"Host: {host}:{port}", "Upgrade: websocket", "Connection: Upgrade",
+        lines = (f"GET {path} HTTP/1.1", f"Host: {host}:{port}", "Upgrade: websocket",
+        "Connection: Upgrade",
                  f"Sec-WebSocket-Key: {key}", "Sec-WebSocket-Version: 13", "", "")  # fmt: skip
         self._socket.sendall("\r\n".join(lines).encode())
         self._buffer = b""
@@ -53,7 +58,9 @@ class Page:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and wait for its answer."""
         self._number += 1
-        self._send(json.dumps({"id": self._number, "method": method, "params": parameters}).encode())
+        self._send(
+            json.dumps({"id": self._number, "method": method, "params": parameters}).encode()
+        )
         while True:
             message = json.loads(self._receive())
             if message.get("id") == self._number:
@@ -70,7 +77,9 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression."""
-        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -78,32 +87,54 @@ class Page:
         """Press and release a key."""
         for kind in ("keyDown", "keyUp"):
             self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, text=text if kind == "keyDown" else ""
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                text=text if kind == "keyDown" else "",
             )
 
     def size(self, width: int, height: int, *, dark: bool = False) -> None:
         """Make the window so large, and choose the theme."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self, file: Path, *, whole: bool = True) -> None:
         """A picture of the page."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)[
+            "data"
+        ]
         file.write_bytes(base64.b64decode(data))
 
     @property
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, exceptions, and every request that is not for the page itself."""
+        """Errors and warnings of the console, exceptions, and every request that is not for the
+        page itself.
+        """
         self.run("0")
         found = []
         for event in self.events:
             values = event.get("params", {})
             if event["method"] == "Runtime.exceptionThrown":
                 found.append(str(values["exceptionDetails"].get("text")))
-            elif event["method"] == "Runtime.consoleAPICalled" and values["type"] in ("error", "warning", "assert"):
+            elif event["method"] == "Runtime.consoleAPICalled" and values["type"] in (
+                "error",
+                "warning",
+                "assert",
+            ):
                 found.append(str(values["args"]))
-            elif event["method"] == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):
+            elif event["method"] == "Log.entryAdded" and values["entry"]["level"] in (
+                "error",
+                "warning",
+            ):
                 found.append(values["entry"]["text"])
             elif (
                 event["method"] == "Network.requestWillBeSent"
@@ -120,9 +151,15 @@ class Page:
     def _send(self, payload: bytes) -> None:
         mask = secrets.token_bytes(4)
         size = len(payload)
-        head = struct.pack("!BB", 0x81, 0x80 | size) if size < 126 else struct.pack("!BBH", 0x81, 0xFE, size)
+        head = (
+            struct.pack("!BB", 0x81, 0x80 | size)
+            if size < 126
+            else struct.pack("!BBH", 0x81, 0xFE, size)
+        )
         assert size < 65536, "longer commands are not needed"
-        self._socket.sendall(head + mask + bytes(byte ^ mask[i % 4] for i, byte in enumerate(payload)))
+        self._socket.sendall(
+            head + mask + bytes(byte ^ mask[i % 4] for i, byte in enumerate(payload))
+        )
 
     def _receive(self) -> bytes:
         message = b""
@@ -154,7 +191,9 @@ def browser(program: str, *, timeout: float = 60.0) -> Iterator[Page]:
     """A fresh browser with one empty tab."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
-            [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             page = Page(_address(Path(profile), process, timeout), timeout)

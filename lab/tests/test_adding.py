@@ -15,7 +15,9 @@ EXPERIMENT = toy(name="added-here", title="Added for a test")
 """
 
 
-def test_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "added_here.py").write_text(FILE, encoding="utf-8")
     monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(tmp_path)])
     monkeypatch.setattr(experiments, "NAMES", (*experiments.NAMES, "added-here"))
@@ -23,6 +25,19 @@ def test_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "Added for a test" in capsys.readouterr().out
     assert main(["reproduce", "added-her"]) == 2
     assert "Did you mean 'added-here'?" in capsys.readouterr().err
-    assert main(["reproduce", "added-here", "--quick", "--device", "cpu", "--out", str(tmp_path / "results")]) == 0
+    assert (
+        main(
+            [
+                "reproduce",
+                "added-here",
+                "--quick",
+                "--device",
+                "cpu",
+                "--out",
+                str(tmp_path / "results"),
+            ]
+        )
+        == 0
+    )
     assert "y = 4 at x = 2" in capsys.readouterr().out
     assert "Added for a test" in (tmp_path / "results" / "report.html").read_text(encoding="utf-8")

@@ -18,10 +18,18 @@ from metanudge.cli.commands import GROUP, available
 from metanudge_lab.commands import COMMANDS
 
 PACKAGE = Path(metanudge_lab.__file__).parent
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 
 # Every unit may import those of lower layers and itself, but not its neighbours.
-LAYERS = ({"style", "progress", "provenance"}, {"bench", "experiments"}, {"report"}, {"cli"}, {"commands"})
+LAYERS = (
+    {"style", "progress", "provenance"},
+    {"bench", "experiments"},
+    {"report"},
+    {"cli"},
+    {"commands"},
+)
 HEIGHT = {unit: height for height, units in enumerate(LAYERS) for unit in units}
 
 
@@ -33,19 +41,25 @@ def test_the_version_is_the_library_s() -> None:
 def test_the_commands_join_metanudge() -> None:
     ((name, target),) = PROJECT["entry-points"][GROUP].items()
     assert target == "metanudge_lab.commands:COMMANDS"
-    assert [entry.value for entry in entry_points(group=GROUP, name=name)] == [target], "install it: pip install -e lab"
+    assert [entry.value for entry in entry_points(group=GROUP, name=name)] == [target], (
+        "install it: pip install -e lab"
+    )
     assert COMMANDS.items() <= available().items()
     assert all(callable(import_module(command.module).run) for command in COMMANDS.values())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
+)
 def test_help_does_not_load_torch(arguments: list[str]) -> None:
     program = f"""
 import atexit, sys
 atexit.register(lambda: print("torch" in sys.modules))
 from metanudge.cli import main
 sys.exit(main({arguments!r}))"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "bench" in done.stdout or arguments != ["--help"]
     assert done.stdout.splitlines()[-1] == "False"
 

@@ -1,4 +1,6 @@
-"""Settings with which every experiment takes a second or two: changes to its quick configuration."""
+"""Settings with which every experiment takes a second or two: changes to its quick
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +11,46 @@ from metanudge_lab.experiments import load
 
 TINY: dict[str, dict[str, Any]] = {
     "ablation": {
-        "starts": ("theta",), "stencils": ("symmetric", "tangent"), "nus": ("0.1", "auto"), "steps": (1,), "reach": 2, "error_tasks": 1,
+        "starts": ("theta",), "stencils": ("symmetric", "tangent"), "nus": ("0.1", "auto"),
+        "steps": (1,), "reach": 2, "error_tasks": 1,
         "channels": 2, "pretraining": 1, "iterations": 1, "tasks": 1, "test_tasks": 2,
     },
     "auto-nu": {"steps": (2,), "problems": ("quadratic", "relu"), "tasks": 1},
-    "bias-rates": {"nus": (0.01, 0.02), "multiples": (1.0, 2.0, 4.0), "deltas": 2, "steps": (2, 4), "problems": ("logistic regression",)},
-    "complexity": {"conditions": (4.0, 9.0), "most_steps": 8, "dim": 3, "memory_steps": (1, 2), "memory_examples": (5, 10)},
-    "convergence": {"steps": 3, "rates": (0.1, 1.0), "dim": 2, "tasks": 2, "floor_nus": (0.1,), "floor_steps": 1, "radii": (1.0,)},
+    "bias-rates": {"nus": (0.01, 0.02), "multiples": (1.0, 2.0, 4.0), "deltas": 2, "steps": (2, 4),
+    "problems": ("logistic regression",)},
+    "complexity": {"conditions": (4.0, 9.0), "most_steps": 8, "dim": 3, "memory_steps": (1, 2),
+    "memory_examples": (5, 10)},
+    "convergence": {"steps": 3, "rates": (0.1, 1.0), "dim": 2, "tasks": 2, "floor_nus": (0.1,),
+    "floor_steps": 1, "radii": (1.0,)},
     "gradient-quality": {"steps": (1, 3), "lams": (0.2,), "seeds": 1, "tasks": 1, "dim": 4},
     "lambda-effect": {"lams": (0.5, 10.0), "meta_steps": 1, "inner_steps": 5, "dim": 4, "tasks": 1},
     "memory-cnn": {"channels": (2,), "steps": 1, "shots": (2, 1), "queries": 2, "image_size": 16},
-    "memory-length": {"lengths": (4, 8), "width": 8, "hidden": 8, "steps": 1, "shots": 1, "queries": 1},
+    "memory-length": {"lengths": (4, 8), "width": 8, "hidden": 8, "steps": 1, "shots": 1,
+    "queries": 1},
     "memory-steps": {"steps": (1, 2), "channels": 2, "shots": 1, "queries": 1, "image_size": 16},
-    "memory-width": {"widths": (8, 16), "length": 4, "hidden": 8, "steps": 1, "shots": 1, "queries": 1},
+    "memory-width": {"widths": (8, 16), "length": 4, "hidden": 8, "steps": 1, "shots": 1,
+    "queries": 1},
     "mnist1d": {
-        "inner_rates": (0.1,), "meta_rates": (0.01,), "iterations": 1, "grid_iterations": 1, "at": (0, 1), "tasks": 1, "test_tasks": 2,
+        "inner_rates": (0.1,), "meta_rates": (0.01,), "iterations": 1, "grid_iterations": 1,
+        "at": (0, 1), "tasks": 1, "test_tasks": 2,
     },
     "nu-sensitivity": {
-        "nus": (0.01, 0.1, 1.0), "steps": (2, 3), "network_steps": (2,), "channels": 1, "dim": 4, "tasks": 1, "network_tasks": 1,
+        "nus": (0.01, 0.1, 1.0), "steps": (2, 3), "network_steps": (2,), "channels": 1, "dim": 4,
+        "tasks": 1, "network_tasks": 1,
     },
     "omniglot": {
-        "methods": ("FO-B-MAML", "FO-MAML"), "second_order": ("iMAML, 5 CG steps",), "once": (), "inner_rates": (0.1, 0.4),
-        "tuning": (1,), "val_tasks": 1, "iterations": 2, "tasks": 1, "queries": 1, "channels": 2, "watch_tasks": 2, "test_tasks": 2,
+        "methods": ("FO-B-MAML", "FO-MAML"), "second_order": ("iMAML, 5 CG steps",), "once": (),
+        "inner_rates": (0.1, 0.4),
+        "tuning": (1,), "val_tasks": 1, "iterations": 2, "tasks": 1, "queries": 1, "channels": 2,
+        "watch_tasks": 2, "test_tasks": 2,
     },
     "omniglot-long": {
-        "shorten": 12000, "tuning": (1,), "val_tasks": 1, "tasks": 1, "queries": 1, "channels": 2, "watch_tasks": 2, "test_tasks": 2,
+        "shorten": 12000, "tuning": (1,), "val_tasks": 1, "tasks": 1, "queries": 1, "channels": 2,
+        "watch_tasks": 2, "test_tasks": 2,
         "adapt_steps": (1, 5),
     },
-    "outer-loss": {"iterations": 2, "steps": 3, "seeds": 1, "tasks": 1, "dim": 4, "rates": (0.1, 1.0), "limit_steps": (3,)},
+    "outer-loss": {"iterations": 2, "steps": 3, "seeds": 1, "tasks": 1, "dim": 4, "rates": (0.1,
+    1.0), "limit_steps": (3,)},
 }  # fmt: skip
 
 

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from metanudge_lab import style
-from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
+from metanudge_lab.experiments.base import (
+    Cell,
+    Drawing,
+    Experiment,
+    Result,
+    Row,
+    Shown,
+    Table,
+    Verdict,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,11 @@ class Config:
 
 
 def cells(config: Config) -> list[Cell]:
-    return [{"factor": factor, "seed": seed} for seed in range(config.seeds) for factor in config.factors]
+    return [
+        {"factor": factor, "seed": seed}
+        for seed in range(config.seeds)
+        for factor in config.factors
+    ]
 
 
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
@@ -39,18 +52,29 @@ def draw(result: Result[Config]) -> list[Drawing]:
     figure, axes = style.figure()
     axes.plot(result.values("x", seed=0), result.values("y", seed=0), **style.line("MAML"))
     axes.set(xlabel="x", ylabel="y")
-    return [Drawing(figure, alt="y against x"), Drawing(style.figure()[0], alt="nothing & <more>", suffix="empty")]
+    return [
+        Drawing(figure, alt="y against x"),
+        Drawing(style.figure()[0], alt="nothing & <more>", suffix="empty"),
+    ]
 
 
 def table(result: Result[Config]) -> Table:
     return Table(
-        ("factor", "y"), [(str(f), Shown(max(result.values("y", factor=f, x=2)), f"{f:g} times 2")) for f in result.distinct("factor")]
+        ("factor", "y"),
+        [
+            (str(f), Shown(max(result.values("y", factor=f, x=2)), f"{f:g} times 2"))
+            for f in result.distinct("factor")
+        ],
     )
 
 
 def judge(result: Result[Config]) -> Verdict:
     y = result.values("y", factor=2.0, x=2)
-    return Verdict("reproduced" if y == [4.0] * len(y) else "not", f"y = {y[0]:g} at x = 2.", "It is twice x <as claimed>.")
+    return Verdict(
+        "reproduced" if y == [4.0] * len(y) else "not",
+        f"y = {y[0]:g} at x = 2.",
+        "It is twice x <as claimed>.",
+    )
 
 
 def toy(watch: Callable[[Cell], Any] = lambda cell: None, **changes: Any) -> Experiment[Config]:
@@ -61,7 +85,9 @@ def toy(watch: Callable[[Cell], Any] = lambda cell: None, **changes: Any) -> Exp
         return measure(cell, config, device)
 
     parts: dict[str, Any] = {
-        "name": "toy", "title": "A toy", "where": "Table 0", "claim": "y is factor times x & more.", "config": Config, "cells": cells,
-        "measure": watched, "draw": draw, "table": table, "judge": judge, "notes": "Nothing is random.",
+        "name": "toy", "title": "A toy", "where": "Table 0",
+        "claim": "y is factor times x & more.", "config": Config, "cells": cells,
+        "measure": watched, "draw": draw, "table": table, "judge": judge,
+        "notes": "Nothing is random.",
     }  # fmt: skip
     return Experiment(**{**parts, **changes})

@@ -1,7 +1,8 @@
 """First-order meta-learning with meta-gradients you can trust.
 
-Nudge the inner problem with a little of the outer loss, watch how its solution moves, and you have the meta-gradient.
-Importing this package is instant; its names load torch and numpy when first used, and nothing else.
+Nudge the inner problem with a little of the outer loss, watch how its solution moves, and you have
+the meta-gradient. Importing this package is instant; its names load torch and numpy when first
+used, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,18 +16,41 @@ if TYPE_CHECKING:
     from metanudge import models, optim, tasks, tuning
     from metanudge.bilevel import Hypergradient, hypergradient, solve_bilevel
     from metanudge.engines import StackingError
-    from metanudge.estimators import ESMAML, FOBMAML, FOMAML, IMAML, MAML, DivergenceWarning, Exact, NonFiniteError, Reptile, Stats
+    from metanudge.estimators import (
+        ESMAML,
+        FOBMAML,
+        FOMAML,
+        IMAML,
+        MAML,
+        DivergenceWarning,
+        Exact,
+        NonFiniteError,
+        Reptile,
+        Stats,
+    )
     from metanudge.evaluation import Evaluation
     from metanudge.gradcheck import GradientReport, check_gradient
     from metanudge.learner import MetaLearner
     from metanudge.solvers import LBFGS, GradientDescent, Nesterov, NewtonCG, TorchOptimizer
     from metanudge.task import Task, TaskBatch
 
-# Where each public name lives. Loading on first use keeps the command line's --help fast: importing torch takes seconds.
+# Where each public name lives. Loading on first use keeps the command line's --help fast: importing
+# torch takes seconds.
 _HOMES = {
     "bilevel": ("Hypergradient", "hypergradient", "solve_bilevel"),
     "engines": ("StackingError",),
-    "estimators": ("DivergenceWarning", "ESMAML", "Exact", "FOBMAML", "FOMAML", "IMAML", "MAML", "NonFiniteError", "Reptile", "Stats"),
+    "estimators": (
+        "DivergenceWarning",
+        "ESMAML",
+        "Exact",
+        "FOBMAML",
+        "FOMAML",
+        "IMAML",
+        "MAML",
+        "NonFiniteError",
+        "Reptile",
+        "Stats",
+    ),
     "gradcheck": ("GradientReport", "check_gradient"),
     "evaluation": ("Evaluation",),
     "learner": ("MetaLearner",),

@@ -16,7 +16,9 @@ from metanudge.task import TaskBatch
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Query loss and accuracy of every task, before and after adaptation, in the order of the tasks."""
+    """Query loss and accuracy of every task, before and after adaptation, in the order of the
+    tasks.
+    """
 
     loss_before: Tensor
     accuracy_before: Tensor
@@ -42,11 +44,16 @@ class Evaluation:
     def __str__(self) -> str:
         text = f"query loss {float(self.loss_before.mean()):.4g} → {self.mean_loss:.4g}"
         if not math.isnan(self.mean_accuracy):
-            text += f", accuracy {float(self.accuracy_before.mean()):.2%} → {self.mean_accuracy:.2%} ± {self.accuracy_ci95:.2%}"
+            text += (
+                f", accuracy {float(self.accuracy_before.mean()):.2%} → {self.mean_accuracy:.2%} ±"
+                f" {self.accuracy_ci95:.2%}"
+            )
         return f"{text} ({len(self.loss)} tasks)"
 
 
-def evaluate(problem: Problem, batch: TaskBatch, solver: Solver, engine: Engine, seed: int) -> Evaluation:
+def evaluate(
+    problem: Problem, batch: TaskBatch, solver: Solver, engine: Engine, seed: int
+) -> Evaluation:
     """Adapt to every task's support set and measure on its query set."""
     columns = [torch.zeros(len(batch), dtype=torch.float64) for _ in range(4)]
     with engine.session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:

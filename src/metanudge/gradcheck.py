@@ -1,4 +1,6 @@
-"""`check_gradient`: how good is a meta-gradient on your own model? Any estimator and ν against the two exact answers."""
+"""`check_gradient`: how good is a meta-gradient on your own model? Any estimator and ν against the
+two exact answers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.engines import Cost, StackedEngine
-from metanudge.estimators import FOBMAML, FOMAML, IMAML, MAML, Estimator, Exact, Reptile, Stats, meta_gradient
+from metanudge.estimators import (
+    FOBMAML,
+    FOMAML,
+    IMAML,
+    MAML,
+    Estimator,
+    Exact,
+    Reptile,
+    Stats,
+    meta_gradient,
+)
 from metanudge.estimators.run import advice_on
 from metanudge.learner import MetaLearner, Tasks
 from metanudge.problem import Objective, Problem
@@ -26,13 +38,16 @@ LARGEST_DENSE = 1000
 
 @dataclass(frozen=True)
 class Quality:
-    """How one estimator compares with the exact meta-gradients; NaN where a target could not be had.
+    """How one estimator compares with the exact meta-gradients; NaN where a target could not be
+    had.
 
     Attributes:
         estimator: its name and options.
         nu: its nudge, if it has one.
-        cosine_implicit, error_implicit: against the implicit gradient at the inner optimum (what FO-B-MAML and iMAML aim at).
-        cosine_adaptation, error_adaptation: against the gradient of the K-step adaptation (what MAML computes).
+        cosine_implicit, error_implicit: against the implicit gradient at the inner optimum (what
+            FO-B-MAML and iMAML aim at).
+        cosine_adaptation, error_adaptation: against the gradient of the K-step adaptation (what
+            MAML computes).
     """
 
     estimator: str
@@ -50,10 +65,13 @@ class GradientReport:
     Attributes:
         rows: one per estimator and ν.
         parameters, tasks: size of the problem that was checked.
-        optimum_residual: ‖∇g‖ at the point taken for the inner optimum; the implicit target is only as good as this is small.
-        agreement: cosine between the two exact answers; far from 1 means K steps do not come close to the optimum.
-        residual_growth: ‖∇g‖ after the solver's steps over that at θ; above 1 the inner loop is unstable, and no estimator can be
-            expected to resemble the exact gradient of the adaptation.
+        optimum_residual: ‖∇g‖ at the point taken for the inner optimum; the implicit target is only
+            as good as this is small.
+        agreement: cosine between the two exact answers; far from 1 means K steps do not come close
+            to the optimum.
+        residual_growth: ‖∇g‖ after the solver's steps over that at θ; above 1 the inner loop is
+            unstable, and no estimator can be expected to resemble the exact gradient of the
+            adaptation.
         advice: what to change where it is above 1.
         notes: what could not be computed, and why.
     """
@@ -76,19 +94,32 @@ class GradientReport:
         lines = [
             f"{self.parameters} parameters, {self.tasks} tasks, float64",
             f"{'':{width}}         against the implicit gradient   against the K-step adaptation",
-            f"{'estimator':{width}}  {'ν':>6}    cosine  relative error       cosine  relative error",
+            (
+                f"{'estimator':{width}}  {'ν':>6}    cosine  relative error       cosine  relative"
+                " error"
+            ),
         ]
         for row in self.rows:
             nu = "–" if row.nu is None else f"{row.nu:.3g}"
-            implicit = f"{_number(row.cosine_implicit, '.4f'):>8}  {_number(row.error_implicit, '.3g'):>14}"
-            adaptation = f"{_number(row.cosine_adaptation, '.4f'):>8}  {_number(row.error_adaptation, '.3g'):>14}"
+            implicit = (
+                f"{_number(row.cosine_implicit, '.4f'):>8} "
+                f" {_number(row.error_implicit, '.3g'):>14}"
+            )
+            adaptation = (
+                f"{_number(row.cosine_adaptation, '.4f'):>8} "
+                f" {_number(row.error_adaptation, '.3g'):>14}"
+            )
             lines.append(f"{row.estimator:{width}}  {nu:>6}  {implicit}     {adaptation}")
         lines.append(
-            f"cosine of the two exact gradients {_number(self.agreement, '.4f')}, residual at the optimum {self.optimum_residual:.1g}, "
-            f"inner residual after the steps ×{self.residual_growth:.3g}"
+            f"cosine of the two exact gradients {_number(self.agreement, '.4f')}, residual at the"
+            f" optimum {self.optimum_residual:.1g}, inner residual after the steps"
+            f" ×{self.residual_growth:.3g}"
         )
         if self.residual_growth > 1:
-            lines.append(f"The inner residual grows: lr is above the stable 2/(curvature + lam). To mend it, {self.advice}.")
+            lines.append(
+                "The inner residual grows: lr is above the stable 2/(curvature + lam). To mend it,"
+                f" {self.advice}."
+            )
         return "\n".join((*lines, *self.notes))
 
 
@@ -105,25 +136,28 @@ def check_gradient(
     """Compare meta-gradients on the learner's own model, in float64, with both exact answers.
 
     Args:
-        learner: its model, loss, proximal term and solver define the problem, and what it learns (the stiffness, shared layers) is
-            part of the gradients that are compared; nothing in it changes.
+        learner: its model, loss, proximal term and solver define the problem, and what it learns
+            (the stiffness, shared layers) is part of the gradients that are compared; nothing in it
+            changes.
         tasks: the first `max_tasks` of them are used.
-        estimators: what to compare. Default: the learner's own, and the usual ones. Finite-difference `FOBMAML` is tried at every ν of
-            `nus` as well as its own.
+        estimators: what to compare. Default: the learner's own, and the usual ones.
+            Finite-difference `FOBMAML` is tried at every ν of `nus` as well as its own.
         nus: grid of ν.
         max_tasks: how many tasks to use.
         optimum: solver that finds the inner optimum; Newton's method to 1e-10 by default.
         seed: of dropout masks and minibatches.
 
-    Cost: the optimum and one Hessian-vector product per parameter (up to 1000 parameters; conjugate gradient beyond), and MAML's
-    memory for the K-step target. Models need double backward here, unlike in training.
+    Cost: the optimum and one Hessian-vector product per parameter (up to 1000 parameters; conjugate
+    gradient beyond), and MAML's memory for the K-step target. Models need double backward here,
+    unlike in training.
 
     Example:
         >>> x = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0))
         >>> y = x.sum(-1, keepdim=True)
         >>> model = torch.nn.Linear(3, 1)
         >>> learner = MetaLearner(model, torch.nn.functional.mse_loss)
-        >>> report = check_gradient(learner, TaskBatch((x, y), (x, y)), estimators=[FOMAML(), FOBMAML()], nus=[0.1])
+        >>> report = check_gradient(learner, TaskBatch((x, y), (x, y)),
+        ...     estimators=[FOMAML(), FOBMAML()], nus=[0.1])
         >>> [row.estimator for row in report.rows]
         ['FOMAML', 'FOBMAML symmetric, loss nudge', 'FOBMAML symmetric, loss nudge, automatic ν']
     """
@@ -132,10 +166,21 @@ def check_gradient(
     notes: list[str] = []
 
     def gradient(estimator: Estimator, solver: Solver) -> tuple[Tensor, Stats]:
-        # The in-place engine could serve some estimators; one engine for all keeps the random numbers of all the same.
+        # The in-place engine could serve some estimators; one engine for all keeps the random
+        # numbers of all the same.
         engine = StackedEngine(chunk=8)
-        estimator = NuTuner().settled(estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=0)
-        g, stats = meta_gradient(problem, batch, solver=solver, estimator=estimator, engine=engine, seed=seed, metrics=False)
+        estimator = NuTuner().settled(
+            estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=0
+        )
+        g, stats = meta_gradient(
+            problem,
+            batch,
+            solver=solver,
+            estimator=estimator,
+            engine=engine,
+            seed=seed,
+            metrics=False,
+        )
         return torch.cat([leaf.flatten() for leaf in g.values()]), stats
 
     size = sum(p.numel() for p in problem.parameters.values())
@@ -153,7 +198,9 @@ def check_gradient(
         except (TypeError, ValueError, RuntimeError, FloatingPointError) as error:
             notes.append(f"{_label(estimator)}: {error}")
             continue
-        rows.append(Quality(_label(estimator), stats.nu, *_compare(g, implicit), *_compare(g, adaptation)))
+        rows.append(
+            Quality(_label(estimator), stats.nu, *_compare(g, implicit), *_compare(g, adaptation))
+        )
     return GradientReport(
         rows=tuple(rows),
         parameters=sum(p.numel() for p in problem.meta_parameters.values()),
@@ -173,13 +220,18 @@ def _double(learner: MetaLearner) -> Problem:
     regulariser = learner.regulariser
     if isinstance(regulariser, nn.Module):
         regulariser = copy.deepcopy(regulariser).double()
-    return Problem(Objective(model, learner.loss), lam, adapt=learner.adapting, regulariser=regulariser)
+    return Problem(
+        Objective(model, learner.loss), lam, adapt=learner.adapting, regulariser=regulariser
+    )
 
 
 def _residual_growth(problem: Problem, batch: TaskBatch, solver: Solver, seed: int) -> float:
     """‖∇g‖ after the solver's steps over that at θ, each summed over the tasks."""
     first = last = 0.0
-    with torch.enable_grad(), StackedEngine(chunk=8).session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
+    with (
+        torch.enable_grad(),
+        StackedEngine(chunk=8).session(problem, batch, width=1, seed=seed, cost=Cost()) as groups,
+    ):
         for inner in groups:
             solution = inner.solve(solver)
             first += float(solution.residuals[0].sum())
@@ -187,9 +239,15 @@ def _residual_growth(problem: Problem, batch: TaskBatch, solver: Solver, seed: i
     return last / first if first > 0 else 0.0
 
 
-def _implicit(gradient: Any, size: int, optimum: Solver | None, notes: list[str]) -> tuple[Tensor | None, float]:
-    solver = optimum if optimum is not None else NewtonCG(steps=30, cg_steps=min(size, 100), tol=1e-10)
-    estimator: Estimator = Exact() if size <= LARGEST_DENSE else IMAML(cg_steps=min(size, 500), tol=1e-12)
+def _implicit(
+    gradient: Any, size: int, optimum: Solver | None, notes: list[str]
+) -> tuple[Tensor | None, float]:
+    solver = (
+        optimum if optimum is not None else NewtonCG(steps=30, cg_steps=min(size, 100), tol=1e-10)
+    )
+    estimator: Estimator = (
+        Exact() if size <= LARGEST_DENSE else IMAML(cg_steps=min(size, 500), tol=1e-12)
+    )
     try:
         g, stats = gradient(estimator, solver)
     except (RuntimeError, FloatingPointError) as error:
@@ -197,8 +255,9 @@ def _implicit(gradient: Any, size: int, optimum: Solver | None, notes: list[str]
         return None, math.nan
     if stats.residual > 1e-6:
         notes.append(
-            f"The inner optimum was found only to a residual of {stats.residual:.1g} (kinks of ReLU or max-pooling, or a support loss "
-            "that is not convex): take the implicit column with care, or raise lam."
+            f"The inner optimum was found only to a residual of {stats.residual:.1g} (kinks of ReLU"
+            " or max-pooling, or a support loss that is not convex): take the implicit column with"
+            " care, or raise lam."
         )
     return g, stats.residual
 

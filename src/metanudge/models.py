@@ -1,8 +1,9 @@
 """The networks of the paper's experiments, and `build` to get one by name.
 
-BatchNorm layers keep torch's defaults: batch statistics in training mode, running statistics in evaluation mode.
-Few-shot work usually stays in training mode (transductive), as the MAML code does. Every network has its last linear
-layer as `head`, for methods that adapt the head and share the rest.
+BatchNorm layers keep torch's defaults: batch statistics in training mode, running statistics in
+evaluation mode. Few-shot work usually stays in training mode (transductive), as the MAML code does.
+Every network has its last linear layer as `head`, for methods that adapt the head and share the
+rest.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class AddChannel(nn.Module):
 
 
 class Conv1D(nn.Sequential):
-    """Three convolutions for MNIST-1D: kernel 3, each with BatchNorm, ReLU and max-pooling by 2, then a linear layer.
+    """Three convolutions for MNIST-1D: kernel 3, each with BatchNorm, ReLU and max-pooling by 2,
+    then a linear layer.
 
     Args:
         ways: number of outputs.
@@ -55,7 +57,9 @@ class Conv1D(nn.Sequential):
 
     def __init__(self, ways: int = 3, *, channels: int = 16, length: int = 40) -> None:
         if length < 8:
-            raise ValueError(f"length={length} is too short for three poolings by 2. Use 8 or more.")
+            raise ValueError(
+                f"length={length} is too short for three poolings by 2. Use 8 or more."
+            )
         layers: list[nn.Module] = [AddChannel()]
         for i in range(3):
             layers += [
@@ -64,11 +68,14 @@ class Conv1D(nn.Sequential):
                 nn.ReLU(),
                 nn.MaxPool1d(2),
             ]
-        super().__init__(_parts(nn.Sequential(*layers, nn.Flatten()), nn.Linear(channels * (length // 8), ways)))
+        super().__init__(
+            _parts(nn.Sequential(*layers, nn.Flatten()), nn.Linear(channels * (length // 8), ways))
+        )
 
 
 class Conv4(nn.Sequential):
-    """The four-layer backbone of the MAML literature: 3×3 convolutions with BatchNorm, ReLU and 2×2 max-pooling.
+    """The four-layer backbone of the MAML literature: 3×3 convolutions with BatchNorm, ReLU and 2×2
+    max-pooling.
 
     Args:
         ways: number of outputs.
@@ -81,10 +88,19 @@ class Conv4(nn.Sequential):
         torch.Size([2, 5])
     """
 
-    def __init__(self, ways: int = 5, *, channels: int = 64, image_size: int | tuple[int, int] = 28, in_channels: int = 1) -> None:
+    def __init__(
+        self,
+        ways: int = 5,
+        *,
+        channels: int = 64,
+        image_size: int | tuple[int, int] = 28,
+        in_channels: int = 1,
+    ) -> None:
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         if min(height, width) < 16:
-            raise ValueError(f"image_size={image_size} is too small for four poolings by 2. Use 16 or more.")
+            raise ValueError(
+                f"image_size={image_size} is too small for four poolings by 2. Use 16 or more."
+            )
         layers: list[nn.Module] = []
         for i in range(4):
             layers += [
@@ -93,7 +109,12 @@ class Conv4(nn.Sequential):
                 nn.ReLU(),
                 nn.MaxPool2d(2),
             ]
-        super().__init__(_parts(nn.Sequential(*layers, nn.Flatten()), nn.Linear(channels * (height // 16) * (width // 16), ways)))
+        super().__init__(
+            _parts(
+                nn.Sequential(*layers, nn.Flatten()),
+                nn.Linear(channels * (height // 16) * (width // 16), ways),
+            )
+        )
 
 
 class MLP(nn.Sequential):
@@ -103,7 +124,8 @@ class MLP(nn.Sequential):
         in_features: numbers per example; inputs of more axes are flattened.
         out_features: number of outputs.
         hidden: width of each hidden layer.
-        activation: a name in `ACTIVATIONS`; smooth ones (tanh, softplus, …) suit finite differences better than relu.
+        activation: a name in `ACTIVATIONS`; smooth ones (tanh, softplus, …) suit finite differences
+            better than relu.
 
     Example:
         >>> MLP(1, 1, hidden=(40, 40))(torch.zeros(10, 1)).shape
@@ -127,7 +149,8 @@ class MLP(nn.Sequential):
 
 
 class TransformerBlock(nn.Module):
-    """One standard Transformer block (Vaswani et al. 2017) on a sequence of vectors, then a linear layer on the mean.
+    """One standard Transformer block (Vaswani et al. 2017) on a sequence of vectors, then a linear
+    layer on the mean.
 
     Args:
         ways: number of outputs.
@@ -135,9 +158,10 @@ class TransformerBlock(nn.Module):
         heads: attention heads; must divide d_model.
         hidden: width of the feed-forward network.
         length: longest sequence.
-        attention: "math" works with every estimator. "fused" lets torch choose a flash kernel, which needs far less
-            memory on long sequences, but has neither second derivatives (MAML, IMAML) nor forward mode (tangent), and
-            on the CPU no batching rule for the stacked engine.
+        attention: "math" works with every estimator. "fused" lets torch choose a flash kernel,
+            which needs far less memory on long sequences, but has neither second derivatives (MAML,
+            IMAML) nor forward mode (tangent), and on the CPU no batching rule for the stacked
+            engine.
 
     Example:
         >>> TransformerBlock(d_model=64, length=32, ways=5)(torch.zeros(2, 32, 64)).shape
@@ -156,14 +180,19 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         if d_model % heads:
-            raise ValueError(f"heads={heads} do not divide d_model={d_model}. Each head works on d_model/heads numbers.")
+            raise ValueError(
+                f"heads={heads} do not divide d_model={d_model}. Each head works on d_model/heads"
+                " numbers."
+            )
         self.heads = heads
         self.attention = _known(attention, ("math", "fused"), "attention")
         self.positions = nn.Parameter(0.02 * torch.randn(length, d_model))
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.project = nn.Linear(d_model, d_model)
         self.attention_norm = nn.LayerNorm(d_model)
-        self.feed_forward = nn.Sequential(nn.Linear(d_model, hidden), nn.ReLU(), nn.Linear(hidden, d_model))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(d_model, hidden), nn.ReLU(), nn.Linear(hidden, d_model)
+        )
         self.feed_forward_norm = nn.LayerNorm(d_model)
         self.head = nn.Linear(d_model, ways)
 
@@ -171,8 +200,8 @@ class TransformerBlock(nn.Module):
         """Logits: `(n, length, d_model)` → `(n, ways)`."""
         if x.shape[1] > len(self.positions):
             raise ValueError(
-                f"The sequence has {x.shape[1]} vectors, but the model was built for length={len(self.positions)}. "
-                f"Build it with length={x.shape[1]} or more."
+                f"The sequence has {x.shape[1]} vectors, but the model was built for"
+                f" length={len(self.positions)}. Build it with length={x.shape[1]} or more."
             )
         x = x + self.positions[: x.shape[1]]
         x = self.attention_norm(x + self._attend(x))
@@ -212,11 +241,15 @@ def build(name: str, **options: Any) -> nn.Module:
     accepted = inspect.signature(make).parameters
     for option in options:
         if option not in accepted:
-            raise TypeError(f"Model {name!r} has no option {option!r}. Its options are {', '.join(accepted)}.")
+            raise TypeError(
+                f"Model {name!r} has no option {option!r}. Its options are {', '.join(accepted)}."
+            )
     return make(**options)
 
 
 def _known(name: str, names: Sequence[str] | dict[str, Any], what: str) -> str:
     if name not in names:
-        raise ValueError(f"There is no {what} {name!r}.{near(name, names)} The choices are {', '.join(names)}.")
+        raise ValueError(
+            f"There is no {what} {name!r}.{near(name, names)} The choices are {', '.join(names)}."
+        )
     return name

@@ -7,13 +7,16 @@ from collections.abc import Iterable, Sequence
 
 
 def shown(name: object) -> str:
-    """A name without what a terminal would obey or cannot show: control characters and bytes that are no text.
+    """A name without what a terminal would obey or cannot show: control characters and bytes that
+    are no text.
 
     Example:
         >>> shown("caf\\u00e9 \\x1b[2J\\udcff")
         'café \\\\x1b[2J\\\\udcff'
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name)
+    )
 
 
 def some(names: Sequence[object], most: int = 10) -> str:
@@ -24,7 +27,9 @@ def some(names: Sequence[object], most: int = 10) -> str:
         'a, b, c and 2 more'
     """
     more = len(names) - most
-    return ", ".join(shown(name) for name in names[:most]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(shown(name) for name in names[:most]) + (
+        f" and {more} more" if more > 0 else ""
+    )
 
 
 def near(name: object, names: Iterable[str]) -> str:

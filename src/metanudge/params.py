@@ -1,7 +1,8 @@
-"""Parameters as dicts of tensors with a leading *row* axis: one row is one inner problem being solved.
+"""Parameters as dicts of tensors with a leading *row* axis: one row is one inner problem being
+solved.
 
-Every solver is written on rows, so that the same code serves the stacked engine (rows = tasks × nudges) and the in-place
-engine (one row). Nothing here knows what the rows mean.
+Every solver is written on rows, so that the same code serves the stacked engine (rows = tasks ×
+nudges) and the in-place engine (one row). Nothing here knows what the rows mean.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 Params = dict[str, Tensor]
-"""Tensors keyed like `named_parameters()`; inside solvers each has shape `(rows, *parameter.shape)`."""
+"""Tensors keyed like `named_parameters()`; inside solvers each has shape `(rows,
+*parameter.shape)`.
+"""
 
 
 def _matrix(leaf: Tensor) -> Tensor:
@@ -21,11 +24,14 @@ def _matrix(leaf: Tensor) -> Tensor:
 
 
 Orders = Mapping[str, tuple[int, ...]]
-"""In which order the axes of some parameters lie in memory, the slowest first; the others lie as they are."""
+"""In which order the axes of some parameters lie in memory, the slowest first; the others lie as
+they are.
+"""
 
 
 class Flat(dict[str, Tensor]):
-    """Parameters whose leaves are views of one matrix: what is done to all of them alike is done to the matrix, in one go.
+    """Parameters whose leaves are views of one matrix: what is done to all of them alike is done to
+    the matrix, in one go.
 
     Args:
         matrix: `(rows, num_parameters)`.
@@ -36,14 +42,22 @@ class Flat(dict[str, Tensor]):
         >>> flat = Flat(torch.arange(8.0).view(2, 4), {"w": torch.Size([3]), "b": torch.Size([])})
         >>> flat["w"].tolist(), flat["b"].tolist()
         ([[0.0, 1.0, 2.0], [4.0, 5.0, 6.0]], [3.0, 7.0])
-        >>> Flat(torch.arange(6.0).view(1, 6), {"w": torch.Size([2, 3])}, {"w": (1, 0)})["w"].tolist()
+        >>> Flat(torch.arange(6.0).view(1, 6), {"w": torch.Size([2, 3])},
+        ...     {"w": (1, 0)})["w"].tolist()
         [[[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]]
     """
 
-    def __init__(self, matrix: Tensor, shapes: Mapping[str, torch.Size], orders: Orders | None = None) -> None:
+    def __init__(
+        self, matrix: Tensor, shapes: Mapping[str, torch.Size], orders: Orders | None = None
+    ) -> None:
         orders = {} if orders is None else orders
         pieces = matrix.split([shape.numel() for shape in shapes.values()], dim=1)
-        super().__init__({n: _laid_out(p, shape, orders.get(n)) for (n, shape), p in zip(shapes.items(), pieces, strict=True)})
+        super().__init__(
+            {
+                n: _laid_out(p, shape, orders.get(n))
+                for (n, shape), p in zip(shapes.items(), pieces, strict=True)
+            }
+        )
         self.matrix = matrix
         self.shapes = shapes
         self.orders = orders
@@ -52,8 +66,13 @@ class Flat(dict[str, Tensor]):
     def of(cls, leaves: Mapping[str, Tensor], orders: Orders | None = None) -> Flat:
         """One row that holds these leaves, copied."""
         orders = {} if orders is None else orders
-        pieces = [leaf.permute(orders.get(n, tuple(range(leaf.ndim)))).flatten() for n, leaf in leaves.items()]
-        return cls(torch.cat(pieces).unsqueeze(0), {n: leaf.shape for n, leaf in leaves.items()}, orders)
+        pieces = [
+            leaf.permute(orders.get(n, tuple(range(leaf.ndim)))).flatten()
+            for n, leaf in leaves.items()
+        ]
+        return cls(
+            torch.cat(pieces).unsqueeze(0), {n: leaf.shape for n, leaf in leaves.items()}, orders
+        )
 
     def like(self, matrix: Tensor) -> Flat:
         """Another matrix, cut in the same way."""
@@ -63,7 +82,9 @@ class Flat(dict[str, Tensor]):
 def _laid_out(piece: Tensor, shape: torch.Size, order: tuple[int, ...] | None) -> Tensor:
     if order is None:
         return piece.view(-1, *shape)
-    return piece.view(-1, *[shape[axis] for axis in order]).permute(0, *[1 + order.index(axis) for axis in range(len(shape))])
+    return piece.view(-1, *[shape[axis] for axis in order]).permute(
+        0, *[1 + order.index(axis) for axis in range(len(shape))]
+    )
 
 
 def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
@@ -94,14 +115,25 @@ def tiled(a: Params, factors: Sequence[float]) -> Params:
     """All rows of `a` times the first factor, then all times the second, and so on."""
 
     def tile(leaf: Tensor) -> Tensor:
-        return leaf * factors[0] if len(factors) == 1 else torch.cat([leaf * factor for factor in factors])
+        return (
+            leaf * factors[0]
+            if len(factors) == 1
+            else torch.cat([leaf * factor for factor in factors])
+        )
 
-    return a.like(tile(a.matrix)) if isinstance(a, Flat) else {name: tile(leaf) for name, leaf in a.items()}
+    return (
+        a.like(tile(a.matrix))
+        if isinstance(a, Flat)
+        else {name: tile(leaf) for name, leaf in a.items()}
+    )
 
 
 def select(mask: Tensor, new: Params, old: Params) -> Params:
     """Rows of `new` where `mask` holds, of `old` elsewhere."""
-    return {name: torch.where(mask.view(-1, *[1] * (new[name].ndim - 1)), new[name], old[name]) for name in new}
+    return {
+        name: torch.where(mask.view(-1, *[1] * (new[name].ndim - 1)), new[name], old[name])
+        for name in new
+    }
 
 
 def zeros_like(a: Params) -> Params:
@@ -115,6 +147,11 @@ def flatten(a: Params) -> Tensor:
 
 
 def unflatten(matrix: Tensor, like: Params) -> Params:
-    """The inverse of `flatten`: rows of `matrix` cut and shaped like the leaves of `like` (whose row count may differ)."""
+    """The inverse of `flatten`: rows of `matrix` cut and shaped like the leaves of `like` (whose
+    row count may differ).
+    """
     pieces = matrix.split([leaf[0].numel() for leaf in like.values()], dim=1)
-    return {name: piece.reshape(-1, *leaf.shape[1:]) for (name, leaf), piece in zip(like.items(), pieces, strict=True)}
+    return {
+        name: piece.reshape(-1, *leaf.shape[1:])
+        for (name, leaf), piece in zip(like.items(), pieces, strict=True)
+    }

@@ -1,12 +1,14 @@
-"""The two-level problem: the user's model and loss, and the proximal term that ties a task to the meta-parameters.
+"""The two-level problem: the user's model and loss, and the proximal term that ties a task to the
+meta-parameters.
 
     outer:  F_i(θ) = f_i(φ*_i(θ))                                   (paper, eq. 6)
     inner:  φ*_i(θ) = argmin_φ  f̂_i(φ) + ½‖φ − θ‖²_λ                (paper, eq. 7)
     nudged: φ*_{i,ν}(θ) = argmin_φ  f̂_i(φ) + ½‖φ − θ‖²_λ + ν p(φ)   (paper, eq. 11)
 
-Parameters that do not adapt are shared by all tasks: f̂ and f depend on them too, and they are meta-learned with the rest. The nudge p
-is the query loss f_i itself (`"loss"`, the paper) or its linearisation ⟨∇f_i(φ_0), φ⟩ at the un-nudged solution (`"gradient"`); both
-give the same derivative at ν = 0. The engines evaluate it; this file says what is evaluated.
+Parameters that do not adapt are shared by all tasks: f̂ and f depend on them too, and they are
+meta-learned with the rest. The nudge p is the query loss f_i itself (`"loss"`, the paper) or its
+linearisation ⟨∇f_i(φ_0), φ⟩ at the un-nudged solution (`"gradient"`); both give the same derivative
+at ν = 0. The engines evaluate it; this file says what is evaluated.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from torch import Tensor, nn
 
 from metanudge.names import some
 from metanudge.params import Params
-from metanudge.proximal import Diagonal, LogStiffness, Proximal, Regulariser, Stiffness, proximal_term
+from metanudge.proximal import (
+    Diagonal,
+    LogStiffness,
+    Proximal,
+    Regulariser,
+    Stiffness,
+    proximal_term,
+)
 from metanudge.task import Batch, TaskBatch, describe, tensors
 
 Nudge = Literal["loss", "gradient"]
@@ -35,10 +44,12 @@ _NAMES_OF_MODELS = ("model", "module", "net", "network")
 def takes_model(loss: Loss) -> bool:
     """Whether `loss` has the form `loss(model, batch)` rather than `loss(output, target)`.
 
-    It does when its first parameter is named `model`, `module`, `net` or `network`, or is annotated as an `nn.Module`.
+    It does when its first parameter is named `model`, `module`, `net` or `network`, or is annotated
+    as an `nn.Module`.
 
     Example:
-        >>> takes_model(lambda model, batch: model(**batch).loss), takes_model(nn.functional.cross_entropy)
+        >>> (takes_model(lambda model, batch: model(**batch).loss),
+        ...     takes_model(nn.functional.cross_entropy))
         (True, False)
     """
     first = _first_parameter(loss)
@@ -46,11 +57,16 @@ def takes_model(loss: Loss) -> bool:
         return False
     kinds = (first.annotation, *get_args(first.annotation))
     annotated = any(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
-    return first.name in _NAMES_OF_MODELS or annotated or first.annotation in ("nn.Module", "torch.nn.Module", "Module")
+    return (
+        first.name in _NAMES_OF_MODELS
+        or annotated
+        or first.annotation in ("nn.Module", "torch.nn.Module", "Module")
+    )
 
 
 def _first_parameter(loss: Loss) -> inspect.Parameter | None:
-    for evaluate in (True, False):  # annotations may be text, of names that are not known at run time
+    # annotations may be text, of names that are not known at run time
+    for evaluate in (True, False):
         try:
             return next(iter(inspect.signature(loss, eval_str=evaluate).parameters.values()), None)
         except Exception:
@@ -59,8 +75,8 @@ def _first_parameter(loss: Loss) -> inspect.Parameter | None:
 
 
 _RULE = (
-    "its first parameter must be named 'model' (or module, net, network) or be annotated as an nn.Module; all else is called as "
-    "loss(output, target)."
+    "its first parameter must be named 'model' (or module, net, network) or be annotated as an"
+    " nn.Module; all else is called as loss(output, target)."
 )
 
 
@@ -69,7 +85,9 @@ class LossError(ValueError):
 
 
 class Objective(nn.Module):
-    """The user's model and loss as one module: a batch in, a scalar out. It shares the model and changes nothing in it."""
+    """The user's model and loss as one module: a batch in, a scalar out. It shares the model and
+    changes nothing in it.
+    """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -82,8 +100,8 @@ class Objective(nn.Module):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             kind = type(batch).__name__
             raise TypeError(
-                f"loss(output, target) needs batches of the form (inputs, targets), got {kind} with {describe(batch)}. "
-                f"For other batches give a function loss(model, batch): {_RULE}"
+                f"loss(output, target) needs batches of the form (inputs, targets), got {kind} with"
+                f" {describe(batch)}. For other batches give a function loss(model, batch): {_RULE}"
             )
         inputs, target = batch
         if isinstance(inputs, Mapping):
@@ -93,7 +111,9 @@ class Objective(nn.Module):
         return self.model(inputs), target
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss and accuracy of a batch; the accuracy is NaN where the batch is no classification."""
+        """Loss and accuracy of a batch; the accuracy is NaN where the batch is no
+        classification.
+        """
         if not self.takes_model:
             return self.judge(*self.output(batch))
         loss = _checked(self.loss(self.model, batch))
@@ -101,7 +121,11 @@ class Objective(nn.Module):
 
     def loss_alone(self, batch: Batch) -> Tensor:
         """The loss of a batch, without the accuracy."""
-        return _checked(self.loss(self.model, batch)) if self.takes_model else self.judge_loss(*self.output(batch))
+        return (
+            _checked(self.loss(self.model, batch))
+            if self.takes_model
+            else self.judge_loss(*self.output(batch))
+        )
 
     def judge(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of the model's output on the targets."""
@@ -115,21 +139,30 @@ class Objective(nn.Module):
         except TypeError as error:
             if not str(error).startswith("'Tensor' object is not callable"):
                 raise
-            raise LossError(f"The loss calls its first argument as if it were the model. To get the model: {_RULE}") from error
+            raise LossError(
+                "The loss calls its first argument as if it were the model. To get the model:"
+                f" {_RULE}"
+            ) from error
 
 
 def _checked(loss: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.ndim == 0:
         return loss
-    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    got = (
+        f"a tensor of shape {tuple(loss.shape)}"
+        if isinstance(loss, Tensor)
+        else type(loss).__name__
+    )
     raise LossError(
-        f"The loss must be a scalar tensor, got {got}. Reduce it over the examples (mean is usual), "
-        "e.g. reduction='mean' in torch's losses."
+        f"The loss must be a scalar tensor, got {got}. Reduce it over the examples (mean is usual),"
+        " e.g. reduction='mean' in torch's losses."
     )
 
 
 def classification_accuracy(output: Any, target: Any) -> Tensor | None:
-    """Share of examples whose largest output is the target's class; None unless logits `(n, classes)` meet labels `(n,)`."""
+    """Share of examples whose largest output is the target's class; None unless logits `(n,
+    classes)` meet labels `(n,)`.
+    """
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     integer = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
@@ -139,7 +172,9 @@ def classification_accuracy(output: Any, target: Any) -> Tensor | None:
 
 
 class TwoLevels(Protocol):
-    """What estimators know of a two-level problem, be it a model with tasks or any two functions (`bilevel`)."""
+    """What estimators know of a two-level problem, be it a model with tasks or any two functions
+    (`bilevel`).
+    """
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -151,7 +186,9 @@ class TwoLevels(Protocol):
 
     @property
     def learns_theta(self) -> bool:
-        """Whether θ, where φ starts and what the proximal term ties it to, gets a meta-gradient too."""
+        """Whether θ, where φ starts and what the proximal term ties it to, gets a meta-gradient
+        too.
+        """
 
     @property
     def proximal(self) -> Proximal:
@@ -178,15 +215,17 @@ class Problem:
 
     Args:
         objective: model and loss.
-        lam: the proximal term, or λ > 0 of ½‖φ − θ‖²_λ: a number, one number per tensor (mapping from parameter name), one per
-            parameter (mapping from name to a tensor of the parameter's shape), or an operator. Names left out of a mapping are an error.
+        lam: the proximal term, or λ > 0 of ½‖φ − θ‖²_λ: a number, one number per tensor (mapping
+            from parameter name), one per parameter (mapping from name to a tensor of the
+            parameter's shape), or an operator. Names left out of a mapping are an error.
         adapt: patterns of the names of parameters that adapt; all by default.
         regulariser: R(φ, θ) in place of the term that `lam` describes.
 
     Attributes:
         parameters: those that adapt.
         shared: those that are meta-learned but do not adapt.
-        meta_parameters: everything that gets a meta-gradient: the two above in the model's order, then what the proximal term learns.
+        meta_parameters: everything that gets a meta-gradient: the two above in the model's order,
+            then what the proximal term learns.
     """
 
     learns_theta = True
@@ -209,12 +248,17 @@ class Problem:
         devices = {p.device for p in trainable.values()}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"The trainable parameters lie on several devices ({names}). Move the model to one device.")
+            raise ValueError(
+                f"The trainable parameters lie on several devices ({names}). Move the model to one"
+                " device."
+            )
         (self.device,) = devices
         adapting = names_that_adapt(adapt, trainable, dict(objective.model.named_parameters()))
         self.parameters = {n: p for n, p in trainable.items() if n in adapting}
         self.shared = {n: p for n, p in trainable.items() if n not in adapting}
-        self.proximal = lam if isinstance(lam, Proximal) else proximal_term(lam, self.parameters, regulariser)
+        self.proximal = (
+            lam if isinstance(lam, Proximal) else proximal_term(lam, self.parameters, regulariser)
+        )
         self.meta_parameters: dict[str, nn.Parameter] = {**trainable, **self.proximal.learned}
 
     @property
@@ -235,24 +279,42 @@ class Problem:
     @cached_property
     def parts(self) -> frozenset[int]:
         """Identities of the modules of model and loss that have tensors, and of these tensors."""
-        modules = [(m, [*m._parameters.values(), *m._buffers.values()]) for m in self.objective.modules()]
-        return frozenset(id(part) for module, tensors in modules if tensors for part in (module, *tensors) if part is not None)
+        modules = [
+            (m, [*m._parameters.values(), *m._buffers.values()]) for m in self.objective.modules()
+        ]
+        return frozenset(
+            id(part)
+            for module, tensors in modules
+            if tensors
+            for part in (module, *tensors)
+            if part is not None
+        )
 
     @property
     def lam(self) -> Params:
-        """λ of each parameter that adapts, 0-d or of its shape; a `TypeError` where the proximal term is no ½‖φ − θ‖²_λ."""
+        """λ of each parameter that adapts, 0-d or of its shape; a `TypeError` where the proximal
+        term is no ½‖φ − θ‖²_λ.
+        """
         if not isinstance(self.proximal, Diagonal):
-            raise TypeError(f"The proximal term is {type(self.proximal).__name__}, which has no λ per parameter.")
+            raise TypeError(
+                f"The proximal term is {type(self.proximal).__name__}, which has no λ per"
+                " parameter."
+            )
         return self.proximal.lam
 
     @property
     def smallest_lam(self) -> float | Tensor:
-        """The strong-convexity constant that the proximal term guarantees by itself: the smallest λ."""
+        """The strong-convexity constant that the proximal term guarantees by itself: the smallest
+        λ.
+        """
         return self.proximal.smallest_curvature
 
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero, in float32 at least."""
-        return {n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in self.meta_parameters.items()}
+        return {
+            n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            for n, p in self.meta_parameters.items()
+        }
 
     def check_tasks(self, batch: TaskBatch) -> None:
         """Raise a `ValueError` where the tasks' device or floating dtype does not fit the model."""
@@ -263,19 +325,26 @@ class Problem:
                 for tensor in tensors(data):
                     if tensor.device != self.device:
                         raise ValueError(
-                            f"The {what} data lie on {tensor.device} but the model on {self.device}. "
-                            f"Move them together: tasks.to({str(self.device)!r}) or learner.to({str(tensor.device)!r})."
+                            f"The {what} data lie on {tensor.device} but the model on"
+                            f" {self.device}. Move them together: tasks.to({str(self.device)!r}) or"
+                            f" learner.to({str(tensor.device)!r})."
                         )
                     if tensor.is_floating_point() and tensor.dtype not in dtypes and not autocast:
                         wanted = ", ".join(sorted(map(str, dtypes)))
                         raise ValueError(
-                            f"The {what} data hold a {tensor.dtype} tensor of shape {tuple(tensor.shape)} but the model's "
-                            f"parameters are {wanted}. Cast one of them: tasks.to({wanted}) or learner.to({tensor.dtype})."
+                            f"The {what} data hold a {tensor.dtype} tensor of shape"
+                            f" {tuple(tensor.shape)} but the model's parameters are {wanted}. Cast"
+                            f" one of them: tasks.to({wanted}) or learner.to({tensor.dtype})."
                         )
 
 
-def names_that_adapt(patterns: str | Sequence[str] | None, trainable: Mapping[str, Any], everything: Mapping[str, Any]) -> set[str]:
-    """The names that match one of the patterns (as in a shell: `*`, `?`, `[…]`); all for None. A pattern must match something.
+def names_that_adapt(
+    patterns: str | Sequence[str] | None,
+    trainable: Mapping[str, Any],
+    everything: Mapping[str, Any],
+) -> set[str]:
+    """The names that match one of the patterns (as in a shell: `*`, `?`, `[…]`); all for None. A
+    pattern must match something.
 
     Example:
         >>> names = dict.fromkeys(["body.weight", "body.bias", "head.weight", "head.bias"])
@@ -284,9 +353,18 @@ def names_that_adapt(patterns: str | Sequence[str] | None, trainable: Mapping[st
     """
     if patterns is None:
         return set(trainable)
-    given = [patterns] if isinstance(patterns, str) else list(patterns) if isinstance(patterns, Iterable) else []
+    given = (
+        [patterns]
+        if isinstance(patterns, str)
+        else list(patterns)
+        if isinstance(patterns, Iterable)
+        else []
+    )
     if not given or not all(isinstance(pattern, str) for pattern in given):
-        raise ValueError(f"adapt must be a pattern of parameter names or a list of them, got {patterns!r}. Leave it out to adapt all.")
+        raise ValueError(
+            f"adapt must be a pattern of parameter names or a list of them, got {patterns!r}. Leave"
+            " it out to adapt all."
+        )
     found: set[str] = set()
     for pattern in given:
         matching = {name for name in trainable if fnmatch.fnmatchcase(name, pattern)}
@@ -300,14 +378,17 @@ def names_that_adapt(patterns: str | Sequence[str] | None, trainable: Mapping[st
 
 
 def _near(pattern: str, names: Mapping[str, Any]) -> str:
-    """Names that a pattern which matches nothing may have meant; all of them (or the first few) where none is close."""
+    """Names that a pattern which matches nothing may have meant; all of them (or the first few)
+    where none is close.
+    """
     whole = list(names)
     modules = [name.rpartition(".")[0] for name in whole]
     stem = pattern.rstrip("*?.")
     close = {
         name
         for name, module in zip(whole, modules, strict=True)
-        if difflib.get_close_matches(stem, [name, module, *module.split(".")], n=1, cutoff=0.5) or (stem and stem.lower() in name.lower())
+        if difflib.get_close_matches(stem, [name, module, *module.split(".")], n=1, cutoff=0.5)
+        or (stem and stem.lower() in name.lower())
     }
     if close:
         return f" Near matches: {some([name for name in whole if name in close], 12)}."

@@ -1,7 +1,9 @@
-"""`Task` and `TaskBatch`: the support and query data that the inner and the outer problem are made of.
+"""`Task` and `TaskBatch`: the support and query data that the inner and the outer problem are made
+of.
 
-A *batch* is any pytree (tensor, tuple, list, dict, nested) whose tensors share their leading axis, the examples. The usual
-batch is a pair `(inputs, targets)`. This module knows torch and nothing of the rest of the package.
+A *batch* is any pytree (tensor, tuple, list, dict, nested) whose tensors share their leading axis,
+the examples. The usual batch is a pair `(inputs, targets)`. This module knows torch and nothing of
+the rest of the package.
 """
 
 from __future__ import annotations
@@ -26,11 +28,16 @@ def tensors(batch: Batch) -> list[Tensor]:
 
 def describe(batch: Batch) -> str:
     """Shapes and dtypes of a batch in one line, for error messages."""
-    return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(batch)) or "no tensors"
+    return (
+        ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(batch))
+        or "no tensors"
+    )
 
 
 def num_examples(batch: Batch, *, axis: int = 0, what: str = "batch") -> int:
-    """How many examples a batch holds; raises `ValueError` when it is empty or its tensors disagree."""
+    """How many examples a batch holds; raises `ValueError` when it is empty or its tensors
+    disagree.
+    """
     leaves = tensors(batch)
     if not leaves:
         raise ValueError(
@@ -40,8 +47,9 @@ def num_examples(batch: Batch, *, axis: int = 0, what: str = "batch") -> int:
     for leaf in leaves:
         if leaf.ndim <= axis:
             raise ValueError(
-                f"The {what} holds a tensor of shape {tuple(leaf.shape)}, which has no axis {axis} for the examples. "
-                "Every tensor needs its examples on the leading axis (after the task axis in a TaskBatch)."
+                f"The {what} holds a tensor of shape {tuple(leaf.shape)}, which has no axis {axis}"
+                " for the examples. Every tensor needs its examples on the leading axis (after the"
+                " task axis in a TaskBatch)."
             )
     sizes = {leaf.shape[axis] for leaf in leaves}
     if len(sizes) > 1:
@@ -51,7 +59,10 @@ def num_examples(batch: Batch, *, axis: int = 0, what: str = "batch") -> int:
         )
     (size,) = sizes
     if size == 0:
-        raise ValueError(f"The {what} is empty ({describe(batch)}). A task needs at least one support and one query example.")
+        raise ValueError(
+            f"The {what} is empty ({describe(batch)}). A task needs at least one support and one"
+            " query example."
+        )
     return size
 
 
@@ -60,7 +71,14 @@ def signature(batch: Batch) -> tuple[Any, ...]:
     leaves, spec = pytree.tree_flatten(batch)
     return (
         str(spec),
-        *((tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else ("constant", repr(leaf)) for leaf in leaves),
+        *(
+            (
+                (tuple(leaf.shape), leaf.dtype, leaf.device)
+                if isinstance(leaf, Tensor)
+                else ("constant", repr(leaf))
+            )
+            for leaf in leaves
+        ),
     )
 
 
@@ -73,7 +91,9 @@ def _stack(batches: Sequence[Batch]) -> Batch:
     flat = [pytree.tree_flatten(batch)[0] for batch in batches]
     spec = pytree.tree_flatten(batches[0])[1]
     columns = zip(*flat, strict=True)
-    return pytree.tree_unflatten([torch.stack(c) if isinstance(c[0], Tensor) else c[0] for c in columns], spec)
+    return pytree.tree_unflatten(
+        [torch.stack(c) if isinstance(c[0], Tensor) else c[0] for c in columns], spec
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +105,8 @@ class Task:
         query: batch for the outer problem f, of the same kind; its number of examples may differ.
 
     Example:
-        >>> task = Task(support=(torch.zeros(5, 2), torch.zeros(5)), query=(torch.zeros(9, 2), torch.zeros(9)))
+        >>> task = Task(support=(torch.zeros(5, 2), torch.zeros(5)),
+        ...     query=(torch.zeros(9, 2), torch.zeros(9)))
         >>> task.num_support, task.num_query
         (5, 9)
     """
@@ -137,11 +158,17 @@ class Stack:
 
     def moved(self, first: int) -> Stack:
         """The same tasks as part of a larger batch in which this one begins at place `first`."""
-        return self if first == 0 else Stack(tuple(first + place for place in self.places), self.support, self.query)
+        return (
+            self
+            if first == 0
+            else Stack(tuple(first + place for place in self.places), self.support, self.query)
+        )
 
     def task(self, row: int) -> Task:
         """One task of the stack (views, no copies)."""
-        return Task(map_tensors(lambda t: t[row], self.support), map_tensors(lambda t: t[row], self.query))
+        return Task(
+            map_tensors(lambda t: t[row], self.support), map_tensors(lambda t: t[row], self.query)
+        )
 
 
 class TaskBatch(Sequence[Task]):
@@ -169,8 +196,9 @@ class TaskBatch(Sequence[Task]):
         counts = {leaf.shape[0] for leaf in tensors(support) + tensors(query)}
         if len(counts) > 1:
             raise ValueError(
-                f"Support ({describe(support)}) and query ({describe(query)}) disagree on the number of tasks. "
-                "The first axis of every tensor counts the tasks; to put tasks of different shapes together use TaskBatch.of."
+                f"Support ({describe(support)}) and query ({describe(query)}) disagree on the"
+                " number of tasks. The first axis of every tensor counts the tasks; to put tasks"
+                " of different shapes together use TaskBatch.of."
             )
         (count,) = counts
         if count == 0:
@@ -179,19 +207,32 @@ class TaskBatch(Sequence[Task]):
 
     def _set(self, stacks: tuple[Stack, ...]) -> None:
         self.stacks = stacks
-        self._where = {place: (s, row) for s, stack in enumerate(stacks) for row, place in enumerate(stack.places)}
+        self._where = {
+            place: (s, row)
+            for s, stack in enumerate(stacks)
+            for row, place in enumerate(stack.places)
+        }
 
     @classmethod
     def of(cls, tasks: TaskBatch | Task | Iterable[Task]) -> TaskBatch:
-        """A batch from tasks: those of equal shape are stacked, the others kept apart, the order remembered."""
+        """A batch from tasks: those of equal shape are stacked, the others kept apart, the order
+        remembered.
+        """
         if isinstance(tasks, TaskBatch):
             return tasks
-        items = [tasks] if isinstance(tasks, Task) else list(tasks) if isinstance(tasks, Iterable) else [tasks]
+        items = (
+            [tasks]
+            if isinstance(tasks, Task)
+            else list(tasks)
+            if isinstance(tasks, Iterable)
+            else [tasks]
+        )
         for item in items:
             if not isinstance(item, Task):
                 raise TypeError(
-                    f"Expected tasks, got {type(item).__name__}. Build them with mn.Task(support=..., query=...) "
-                    "or stack tensors into mn.TaskBatch(support=..., query=...)."
+                    f"Expected tasks, got {type(item).__name__}. Build them with"
+                    " mn.Task(support=..., query=...) or stack tensors into"
+                    " mn.TaskBatch(support=..., query=...)."
                 )
         if not items:
             raise ValueError("The batch holds no task. Give at least one.")
@@ -200,7 +241,14 @@ class TaskBatch(Sequence[Task]):
             alike.setdefault((signature(item.support), signature(item.query)), []).append(place)
         self = cls.__new__(cls)
         self._set(
-            tuple(Stack(tuple(p), _stack([items[i].support for i in p]), _stack([items[i].query for i in p])) for p in alike.values())
+            tuple(
+                Stack(
+                    tuple(p),
+                    _stack([items[i].support for i in p]),
+                    _stack([items[i].query for i in p]),
+                )
+                for p in alike.values()
+            )
         )
         return self
 
@@ -223,27 +271,46 @@ class TaskBatch(Sequence[Task]):
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
-        parts = "; ".join(f"{len(s)} × support [{describe(s.task(0).support)}], query [{describe(s.task(0).query)}]" for s in self.stacks)
+        parts = "; ".join(
+            f"{len(s)} × support [{describe(s.task(0).support)}], query"
+            f" [{describe(s.task(0).query)}]"
+            for s in self.stacks
+        )
         return f"TaskBatch({len(self)} tasks: {parts})"
 
     def to(self, *args: Any, **kwargs: Any) -> TaskBatch:
         """Move (or cast the floating tensors of) all tasks like `Tensor.to`."""
         moved = TaskBatch.__new__(TaskBatch)
-        moved._set(tuple(Stack(s.places, _to(s.support, args, kwargs), _to(s.query, args, kwargs)) for s in self.stacks))
+        moved._set(
+            tuple(
+                Stack(s.places, _to(s.support, args, kwargs), _to(s.query, args, kwargs))
+                for s in self.stacks
+            )
+        )
         return moved
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> TaskBatch:
         """The same tasks with `function` applied to every tensor."""
         new = TaskBatch.__new__(TaskBatch)
-        new._set(tuple(Stack(s.places, map_tensors(function, s.support), map_tensors(function, s.query)) for s in self.stacks))
+        new._set(
+            tuple(
+                Stack(s.places, map_tensors(function, s.support), map_tensors(function, s.query))
+                for s in self.stacks
+            )
+        )
         return new
 
 
 def _to(batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-    """`Tensor.to` over a batch, where a dtype applies to floating tensors only (labels stay integers)."""
+    """`Tensor.to` over a batch, where a dtype applies to floating tensors only (labels stay
+    integers).
+    """
     dtypes = [a for a in (*args, kwargs.get("dtype")) if isinstance(a, torch.dtype)]
     if dtypes and not dtypes[0].is_floating_point:
-        raise ValueError(f"Tasks can be cast to floating dtypes only, got {dtypes[0]}; integer labels stay as they are.")
+        raise ValueError(
+            f"Tasks can be cast to floating dtypes only, got {dtypes[0]}; integer labels stay as"
+            " they are."
+        )
 
     def move(tensor: Tensor) -> Tensor:
         if dtypes and not tensor.is_floating_point():

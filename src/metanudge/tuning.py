@@ -1,24 +1,29 @@
 """ν, the size of the nudge: a rule of thumb, and a ν that chooses itself.
 
-A difference of solutions has two errors. The stencil's own shrinks with ν (as ν² for the symmetric one); whatever makes φ_ν jump grows
-as ν shrinks, because it is divided by ν: rounding, solves that stop at different steps, kinks of ReLU and max-pooling. Bounds such
-as the paper's λδ/ν say little about the second, since most of δ is common to both ends of a difference and cancels. It can be seen,
-though: on a ladder ν_0 > ν_1 > … neighbouring estimates disagree by about the larger of the two errors, and so disagree least where
-their sum is least.
+A difference of solutions has two errors. The stencil's own shrinks with ν (as ν² for the symmetric
+one); whatever makes φ_ν jump grows as ν shrinks, because it is divided by ν: rounding, solves that
+stop at different steps, kinks of ReLU and max-pooling. Bounds such as the paper's λδ/ν say little
+about the second, since most of δ is common to both ends of a difference and cancels. It can be
+seen, though: on a ladder ν_0 > ν_1 > … neighbouring estimates disagree by about the larger of the
+two errors, and so disagree least where their sum is least.
 
     d_j = ‖g(ν_j) − g(ν_{j+1})‖ / min(‖g(ν_j)‖, ‖g(ν_{j+1})‖)
 
-The smaller norm in the denominator tells a plateau from a ν so large that φ moves as far as it will go, where g falls as 1/ν: there d_j
-is not far below ν_j/ν_{j+1} − 1. Everything is relative to what the nudge does to φ, so λ and the scale of the losses need no thought.
+The smaller norm in the denominator tells a plateau from a ν so large that φ moves as far as it will
+go, where g falls as 1/ν: there d_j is not far below ν_j/ν_{j+1} − 1. Everything is relative to what
+the nudge does to φ, so λ and the scale of the losses need no thought.
 
-Where a disagreement is no more than rounding makes it, its size is chance. Each displacement d_k = φ_k − θ in g = Σ c_k d_k/ν has a
-relative error of about ε, so there it counts as what is to be expected,
+Where a disagreement is no more than rounding makes it, its size is chance. Each displacement d_k =
+φ_k − θ in g = Σ c_k d_k/ν has a relative error of about ε, so there it counts as what is to be
+expected,
 
     r = ε √(Σ c_k²‖d_k‖²) / (ν ‖g‖),
 
-which grows as ν shrinks and is the same on every machine: an ulp of θ does not move ν to another rung.
+which grows as ν shrinks and is the same on every machine: an ulp of θ does not move ν to another
+rung.
 
-From the shifted start ν has one more bound: that start, ν∇f/λ away from θ, should not be further away than the solution.
+From the shifted start ν has one more bound: that start, ν∇f/λ away from θ, should not be further
+away than the solution.
 """
 
 from __future__ import annotations
@@ -44,22 +49,29 @@ from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
 
 LADDER = tuple(0.5 * 10 ** (-rung / 2) for rung in range(7))
-"""The ν that are tried: 0.5, 0.16, 0.05, …, 0.0005. With the loss nudge, f̂ − νf is no longer bounded below for ν much larger."""
+"""The ν that are tried: 0.5, 0.16, 0.05, …, 0.0005. With the loss nudge, f̂ − νf is no longer
+bounded below for ν much larger.
+"""
 
 _FEW, _MANY = 10, 50
 _HOPELESS = 10.0
 _STEADY = 2
 _WORTHWHILE = 0.5
-_ROUNDINGS = 4.0  # Measured errors are 0.4 to 2 times r: linear models, perceptrons, convolutions and Transformers, float32 and float64.
+# Measured errors are 0.4 to 2 times r: linear models, perceptrons, convolutions and Transformers,
+# float32 and float64.
+_ROUNDINGS = 4.0
 
 
 def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
-    """ν for a number of inner steps K, by the paper's "Step-Aware" rule (appendix, Empirical Analysis of Hyperparameter Sensitivity).
+    """ν for a number of inner steps K, by the paper's "Step-Aware" rule (appendix, Empirical
+    Analysis of Hyperparameter Sensitivity).
 
-    Coarse adaptation, K ≤ 10: ν in [0.1, 0.5], "to ensure the meta-gradient signal is not lost to solver noise". High-precision
-    adaptation, K ≥ 50: ν of 0.01 or 0.001. The paper says nothing about what lies between; here log ν falls linearly with log K.
+    Coarse adaptation, K ≤ 10: ν in [0.1, 0.5], "to ensure the meta-gradient signal is not lost to
+    solver noise". High-precision adaptation, K ≥ 50: ν of 0.01 or 0.001. The paper says nothing
+    about what lies between; here log ν falls linearly with log K.
 
-    The rule comes from smooth quadratic problems. With ReLU or max-pooling more steps do not make a small ν safe: use `nu="auto"`.
+    The rule comes from smooth quadratic problems. With ReLU or max-pooling more steps do not make a
+    small ν safe: use `nu="auto"`.
 
     Args:
         steps: K.
@@ -83,14 +95,17 @@ class NuEstimate:
 
     Attributes:
         nu: where neighbouring estimates agree best; the rule of thumb where none agree at all.
-        error: their relative disagreement there, about the error of a meta-gradient at this ν. Above 1 no ν gives a gradient that is
-            larger than its error: the inner steps overshoot, or there are kinks everywhere.
+        error: their relative disagreement there, about the error of a meta-gradient at this ν.
+            Above 1 no ν gives a gradient that is larger than its error: the inner steps overshoot,
+            or there are kinks everywhere.
         nus: the ladder.
-        disagreement: between each ν of the ladder and the next; infinite where a solve was not finite.
+        disagreement: between each ν of the ladder and the next; infinite where a solve was not
+            finite.
         rounding: the disagreement to be expected from rounding alone.
         tasks: on how many tasks.
         gradients: support and query gradients that it took, all tasks together.
-        longest: the ν at which the shifted start of the median task is as far from θ as its solution; infinite for other starts.
+        longest: the ν at which the shifted start of the median task is as far from θ as its
+            solution; infinite for other starts.
     """
 
     nu: float
@@ -124,20 +139,24 @@ def estimate_nu(
         seed, first: as in `meta_gradient`.
         rungs_at_once: how many ν the stacked engine tries side by side.
 
-    Cost: that of seven meta-gradients of these tasks (less for estimators that begin with an un-nudged solve). Memory: that of a
-    meta-gradient; in place, one copy of the parameters more.
+    Cost: that of seven meta-gradients of these tasks (less for estimators that begin with an
+    un-nudged solve). Memory: that of a meta-gradient; in place, one copy of the parameters more.
     """
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
     nus, at_once = LADDER, rungs_at_once if engine.name == "stacked" else 1
     cost, found = Cost(), _Disagreement()
     shifts: list[Tensor] = []
-    with engine.session(problem, tasks, width=at_once * estimator.width, seed=seed, cost=cost, first=first) as groups:
+    with engine.session(
+        problem, tasks, width=at_once * estimator.width, seed=seed, cost=cost, first=first
+    ) as groups:
         inners = list(groups)
         for begin in range(0, len(nus), at_once):
             for motion in _motions(estimator, inners, solver, nus[begin : begin + at_once], shifts):
                 found.see(motion)
     disagreement, rounding = found.values()
-    nu, error = best_nu(nus, disagreement, order=STENCILS[estimator.stencil].order, rounding=rounding)
+    nu, error = best_nu(
+        nus, disagreement, order=STENCILS[estimator.stencil].order, rounding=rounding
+    )
     gradients = cost.support_gradients + cost.query_gradients
     longest = float(torch.cat(shifts).double().median().reciprocal()) if shifts else math.inf
     chosen = within(step_aware(solver.steps) if nu is None else nu, longest, nus)
@@ -145,39 +164,61 @@ def estimate_nu(
 
 
 def within(nu: float, longest: float, nus: Sequence[float]) -> float:
-    """ν, or where it is larger than `longest` the next smaller one that lies between two of the ladder; its last one at least.
+    """ν, or where it is larger than `longest` the next smaller one that lies between two of the
+    ladder; its last one at least.
 
-    A shifted start further from θ than the solution is where the model is no longer the one that was trained.
+    A shifted start further from θ than the solution is where the model is no longer the one that
+    was trained.
 
     Example:
-        >>> within(0.3, 0.5, [1.0, 0.25, 0.0625]), within(0.3, 0.2, [1.0, 0.25, 0.0625]), within(0.3, 0.01, [1.0, 0.25, 0.0625])
+        >>> (within(0.3, 0.5, [1.0, 0.25, 0.0625]), within(0.3, 0.2, [1.0, 0.25, 0.0625]),
+        ...     within(0.3, 0.01, [1.0, 0.25, 0.0625]))
         (0.3, 0.125, 0.0625)
     """
     if nu <= longest or math.isnan(longest):
         return nu
-    return max((mean for pair in pairwise(nus) if (mean := math.sqrt(pair[0] * pair[1])) <= min(nu, longest)), default=nus[-1])
+    return max(
+        (
+            mean
+            for pair in pairwise(nus)
+            if (mean := math.sqrt(pair[0] * pair[1])) <= min(nu, longest)
+        ),
+        default=nus[-1],
+    )
 
 
 def best_nu(
-    nus: Sequence[float], disagreement: Sequence[float], *, order: int, rounding: Sequence[float] | None = None
+    nus: Sequence[float],
+    disagreement: Sequence[float],
+    *,
+    order: int,
+    rounding: Sequence[float] | None = None,
 ) -> tuple[float | None, float]:
-    """ν from the disagreements of neighbours on a ladder, and the error there; None where nothing agrees.
+    """ν from the disagreements of neighbours on a ladder, and the error there; None where nothing
+    agrees.
 
-    It lies between two neighbours that agree; where these are the last two, the disagreement still falls, and it is the last. Smaller ν
-    are taken only where they at least halve the disagreement: where all is noise, its size grows with 1/ν and its disagreement stays.
+    It lies between two neighbours that agree; where these are the last two, the disagreement still
+    falls, and it is the last. Smaller ν are taken only where they at least halve the disagreement:
+    where all is noise, its size grows with 1/ν and its disagreement stays.
 
     Example:
-        >>> best_nu([1.0, 0.1, 0.01, 0.001], [0.5, 0.005, 0.00005], order=2)  # smooth: the smaller the better
+        >>> # smooth: the smaller the better
+        >>> best_nu([1.0, 0.1, 0.01, 0.001], [0.5, 0.005, 0.00005], order=2)
         (0.001, 5e-05)
         >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [3.0, 0.2, 0.6], order=2)  # kinks
         (0.125, 0.2)
         >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [2.1, 2.5, 1.9], order=2)  # nothing but noise
         (0.5, 2.1)
-        >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [1e-9, 9e-15, 4e-15], order=4, rounding=[3e-16, 1e-15, 5e-15])  # 4e-15 is chance
+        >>> # 4e-15 is chance
+        >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [1e-9, 9e-15, 4e-15], order=4,
+        ...     rounding=[3e-16, 1e-15, 5e-15])
         (0.125, 9e-15)
     """
     rounding = [0.0] * len(disagreement) if rounding is None else rounding
-    seen = [expected if found < _ROUNDINGS * expected else found for found, expected in zip(disagreement, rounding, strict=True)]
+    seen = [
+        expected if found < _ROUNDINGS * expected else found
+        for found, expected in zip(disagreement, rounding, strict=True)
+    ]
     errors = credible(nus, seen, order=order)
     place = 0
     for candidate, error in enumerate(errors):
@@ -190,10 +231,12 @@ def best_nu(
 
 
 def credible(nus: Sequence[float], disagreement: Sequence[float], *, order: int) -> list[float]:
-    """The disagreements as errors: a disagreement that has risen towards smaller ν is noise, and does not go away with smaller ν still.
+    """The disagreements as errors: a disagreement that has risen towards smaller ν is noise, and
+    does not go away with smaller ν still.
 
-    On a few tasks it may seem to, where none of them happens to meet a kink. Believable is a steady fall, at two neighbours in a row and
-    not much faster than the stencil's order allows; then what had risen before was not noise, but ν too large for the stencil.
+    On a few tasks it may seem to, where none of them happens to meet a kink. Believable is a steady
+    fall, at two neighbours in a row and not much faster than the stencil's order allows; then what
+    had risen before was not noise, but ν too large for the stencil.
 
     Example:
         >>> credible([1.0, 0.1, 0.01, 0.001, 0.0001], [0.2, 0.4, 0.9, 1e-6], order=2)
@@ -216,7 +259,10 @@ class _Motion:
     """dφ/dν at one ν, as it is summed up, and the rounding error to expect in it."""
 
     def __init__(self, problem: TwoLevels) -> None:
-        self.sum = {n: torch.zeros_like(p, dtype=problem.theta_dtypes[n], requires_grad=False) for n, p in problem.parameters.items()}
+        self.sum = {
+            n: torch.zeros_like(p, dtype=problem.theta_dtypes[n], requires_grad=False)
+            for n, p in problem.parameters.items()
+        }
         self._roundings: list[Tensor] = []
 
     def add(self, rows: Params, weight: float) -> None:
@@ -224,7 +270,10 @@ class _Motion:
             for name, leaf in self.sum.items():
                 row = rows[name]
                 leaf.add_(row[0] if row.shape[0] == 1 else row.sum(0), alpha=weight)
-                self._roundings.append(torch.linalg.vector_norm(row, dtype=torch.float64) * (abs(weight) * torch.finfo(row.dtype).eps))
+                self._roundings.append(
+                    torch.linalg.vector_norm(row, dtype=torch.float64)
+                    * (abs(weight) * torch.finfo(row.dtype).eps)
+                )
 
     @property
     def rounding(self) -> Tensor:
@@ -244,7 +293,10 @@ class _Disagreement:
         if self._before is not None:
             before, size_before, rounding_before = self._before
             apart = _size(leaf - before[n] for n, leaf in motion.sum.items())
-            self._found.append(torch.stack([apart, torch.hypot(rounding, rounding_before)]) / torch.minimum(size, size_before))
+            self._found.append(
+                torch.stack([apart, torch.hypot(rounding, rounding_before)])
+                / torch.minimum(size, size_before)
+            )
         self._before = motion.sum, size, rounding
 
     def values(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -254,13 +306,22 @@ class _Disagreement:
 
 
 def _size(leaves: Iterable[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves]))
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves])
+    )
 
 
-def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: Sequence[float], shifts: list[Tensor]) -> list[_Motion]:
+def _motions(
+    estimator: FOBMAML,
+    inners: Sequence[Inner],
+    solver: Solver,
+    nus: Sequence[float],
+    shifts: list[Tensor],
+) -> list[_Motion]:
     """dφ/dν by the estimator's stencil at each ν, summed over all tasks.
 
-    `shifts` takes for each task how far from θ a shifted start is for each unit of ν, as a multiple of the solution's distance.
+    `shifts` takes for each task how far from θ a shifted start is for each unit of ν, as a multiple
+    of the solution's distance.
     """
     motions = [_Motion(inners[0].problem) for _ in nus]
     for inner in inners:
@@ -274,30 +335,38 @@ def _motions(estimator: FOBMAML, inners: Sequence[Inner], solver: Solver, nus: S
                 for place, weight in enumerate(found.weights(rung)):
                     if weight:
                         rows = slice(place * inner.tasks, (place + 1) * inner.tasks)
-                        motion.add({n: leaf[rows] for n, leaf in found.solution.displacement.items()}, weight)
+                        motion.add(
+                            {n: leaf[rows] for n, leaf in found.solution.displacement.items()},
+                            weight,
+                        )
             del found  # or it would still be alive during the next solve
     return motions
 
 
 class NuTuner:
-    """Keeps the ν of a learner whose estimator says `nu="auto"`: chooses it at the first meta-step and again every so many.
+    """Keeps the ν of a learner whose estimator says `nu="auto"`: chooses it at the first meta-step
+    and again every so many.
 
-    What was found before counts half, and half again with every new look: a look is at a few tasks only, and θ moves slowly. ν is one of
-    a few values, so that ranks and resumed runs agree on it.
+    What was found before counts half, and half again with every new look: a look is at a few tasks
+    only, and θ moves slowly. ν is one of a few values, so that ranks and resumed runs agree on it.
 
     Args:
         every: meta-steps between two looks, more where `share` asks for it.
-        share: what all looks together may cost, as a share of the meta-gradients' own gradient evaluations.
+        share: what all looks together may cost, as a share of the meta-gradients' own gradient
+            evaluations.
         most_tasks: on how many tasks of a meta-batch at most.
 
     Attributes:
         nu: the present choice; None before the first look.
-        last: what the last look found by itself; None before the first, and after `load_state_dict`.
+        last: what the last look found by itself; None before the first, and after
+            `load_state_dict`.
         gradients: support and query gradients of all looks.
     """
 
     def __init__(self, *, every: int = 50, share: float = 0.04, most_tasks: int = 4) -> None:
-        check_count(every, "every", "It is the number of meta-steps between two looks; 50 is usual.")
+        check_count(
+            every, "every", "It is the number of meta-steps between two looks; 50 is usual."
+        )
         check_positive(share, "share", "It is a share of the training's cost; 0.04 is usual.")
         check_count(most_tasks, "most_tasks", "4 are usual.")
         self.every, self.share, self.most_tasks = every, share, most_tasks
@@ -322,9 +391,19 @@ class NuTuner:
         return max(self.every, math.ceil(len(LADDER) * self.tasks(count) / (self.share * count)))
 
     def settled(
-        self, estimator: Estimator, problem: Problem, tasks: TaskBatch, *, solver: Solver, engine: Engine, seed: int, first: int
+        self,
+        estimator: Estimator,
+        problem: Problem,
+        tasks: TaskBatch,
+        *,
+        solver: Solver,
+        engine: Engine,
+        seed: int,
+        first: int,
     ) -> Estimator:
-        """The estimator with the ν to use now, after a look at the first few of the tasks where it is time for one."""
+        """The estimator with the ν to use now, after a look at the first few of the tasks where it
+        is time for one.
+        """
         if not is_automatic(estimator):
             return estimator
         stale = self._made_for is not None and self._made_for != (estimator, solver)
@@ -332,7 +411,16 @@ class NuTuner:
             few = self.tasks(len(tasks))
             some = tasks if few == len(tasks) else tasks[:few]
             # No more solves side by side than the meta-gradient itself makes.
-            self.look(estimator, problem, some, solver=solver, engine=engine, seed=seed, first=first, rungs_at_once=len(tasks) // few)
+            self.look(
+                estimator,
+                problem,
+                some,
+                solver=solver,
+                engine=engine,
+                seed=seed,
+                first=first,
+                rungs_at_once=len(tasks) // few,
+            )
         self._made_for = (estimator, solver)
         return replace(estimator, nu=self.nu)
 
@@ -350,13 +438,26 @@ class NuTuner:
     ) -> NuEstimate:
         """Choose ν anew on these tasks."""
         options: dict[str, Any] = {"seed": seed, "first": first, "rungs_at_once": rungs_at_once}
-        found = estimate_nu(problem, tasks, estimator=estimator, solver=solver, engine=engine, **options)
+        found = estimate_nu(
+            problem, tasks, estimator=estimator, solver=solver, engine=engine, **options
+        )
         if self._made_for is not None and self._made_for != (estimator, solver):
-            self._disagreement = None  # what was found for another estimator says nothing about this one
+            self._disagreement = (
+                None  # what was found for another estimator says nothing about this one
+            )
         before = self._disagreement if self._disagreement is not None else found.disagreement
         self._disagreement = [_mean(a, b) for a, b in zip(before, found.disagreement, strict=True)]
-        nu, _ = best_nu(found.nus, self._disagreement, order=STENCILS[estimator.stencil].order, rounding=found.rounding)
-        self.nu = within(nu if nu is not None else self.nu if self.nu is not None else found.nu, found.longest, found.nus)
+        nu, _ = best_nu(
+            found.nus,
+            self._disagreement,
+            order=STENCILS[estimator.stencil].order,
+            rounding=found.rounding,
+        )
+        self.nu = within(
+            nu if nu is not None else self.nu if self.nu is not None else found.nu,
+            found.longest,
+            found.nus,
+        )
         self.last, self._age, self._made_for = found, 0, (estimator, solver)
         self.gradients += found.gradients
         return found
@@ -367,16 +468,25 @@ class NuTuner:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on the same way."""
-        return {"nu": self.nu, "age": self._age, "disagreement": self._disagreement, "gradients": self.gradients}
+        return {
+            "nu": self.nu,
+            "age": self._age,
+            "disagreement": self._disagreement,
+            "gradients": self.gradients,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`'s result."""
-        self.nu, self._age, self._disagreement, self.gradients = (state[k] for k in ("nu", "age", "disagreement", "gradients"))
+        self.nu, self._age, self._disagreement, self.gradients = (
+            state[k] for k in ("nu", "age", "disagreement", "gradients")
+        )
         self.last, self._made_for = None, None
 
 
 def _mean(a: float, b: float) -> float:
-    """Root mean square: errors average as their squares. What is hopeless is not made worse by being infinite."""
+    """Root mean square: errors average as their squares. What is hopeless is not made worse by
+    being infinite.
+    """
     return math.hypot(min(a, _HOPELESS), min(b, _HOPELESS)) / math.sqrt(2)
 
 

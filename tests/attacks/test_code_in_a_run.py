@@ -63,7 +63,9 @@ PAYLOADS = {
 
 @pytest.fixture
 def mark(here: Path, run: Path) -> Path:
-    """The file that must not appear, with the code that would make it in every place that Python might look."""
+    """The file that must not appear, with the code that would make it in every place that Python
+    might look.
+    """
     mark = here / "owned"
     for name in ("my_nets.py", "tabulate.py"):
         (here / name).write_text(NETS.format(mark=str(mark)))
@@ -104,7 +106,9 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("setting", OTHER_SETTINGS)
-def test_no_other_setting_runs_code(setting: str, mark: Path, run: Path, few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_other_setting_runs_code(
+    setting: str, mark: Path, run: Path, few: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rewrite(run, **{name: text.format(mark=mark) for name, text in OTHER_SETTINGS[setting].items()})
     for command in ("config", "eval"):
         call(*arguments(command, run, few))
@@ -124,7 +128,9 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json"])
-def test_a_pickle_in_a_checkpoint_is_not_loaded(name: str, mark: Path, run: Path, few: Path) -> None:
+def test_a_pickle_in_a_checkpoint_is_not_loaded(
+    name: str, mark: Path, run: Path, few: Path
+) -> None:
     import hashlib
 
     for entry in CheckpointStore(run / "checkpoints").list():
@@ -148,7 +154,11 @@ def test_a_pickle_among_the_data_is_not_loaded(kind: str, mark: Path, run: Path,
         np.save(place / "0.npy", bombs, allow_pickle=True)
     else:
         np.savez(place / "0.npz", images=bombs)
-    data = {"data": "omniglot", "data_options": f"root={str(place / '0.npz')!r}"} if kind == "omniglot" else {"data": str(place.parent)}
+    data = (
+        {"data": "omniglot", "data_options": f"root={str(place / '0.npz')!r}"}
+        if kind == "omniglot"
+        else {"data": str(place.parent)}
+    )
     rewrite(run, **data)
     assert call(*arguments("config", run, few)) == 2
     assert call(*arguments("eval", run, few)) == 2
@@ -157,7 +167,12 @@ def test_a_pickle_among_the_data_is_not_loaded(kind: str, mark: Path, run: Path,
 
 @pytest.mark.parametrize("command", ["resume", "config"])
 def test_a_file_does_not_send_results_away(
-    command: str, mark: Path, run: Path, few: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    mark: Path,
+    run: Path,
+    few: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     wandb = types.ModuleType("wandb")
     wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
@@ -188,11 +203,23 @@ def test_a_file_does_not_say_where_to_write(command: str, here: Path, run: Path,
 
 
 def test_python_m_takes_no_module_from_the_current_folder(here: Path) -> None:
-    for name in ("json", "shlex", "difflib", "torch", "numpy", "tyro", "rich", "safetensors", "matplotlib"):
+    for name in (
+        "json",
+        "shlex",
+        "difflib",
+        "torch",
+        "numpy",
+        "tyro",
+        "rich",
+        "safetensors",
+        "matplotlib",
+    ):
         (here / f"{name}.py").write_text("open('owned', 'w')\n")
     environment = {**os.environ, "PYTHONPATH": str(Path(metanudge.__file__).parents[1])}
     command = [sys.executable, "-m", "metanudge", "eval", "no-such-run"]
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=here, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, (here / "owned").exists()) == (2, False), done.stderr
     assert "no-such-run" in done.stderr
 
@@ -200,9 +227,24 @@ def test_python_m_takes_no_module_from_the_current_folder(here: Path) -> None:
 # With trust
 
 
-def test_trust_imports_the_model(mark: Path, run: Path, few: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run with a model of one's own: named on the command line it needs no trust, from the file it does."""
-    assert call("train", str(few.with_name("table.csv")), *TINY, "--model", "my_nets:Net", "--out", "own") == 0
+def test_trust_imports_the_model(
+    mark: Path, run: Path, few: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run with a model of one's own: named on the command line it needs no trust, from the file
+    it does.
+    """
+    assert (
+        call(
+            "train",
+            str(few.with_name("table.csv")),
+            *TINY,
+            "--model",
+            "my_nets:Net",
+            "--out",
+            "own",
+        )
+        == 0
+    )
     assert mark.exists()
     own = Path("own")
     for command in ("eval", "adapt", "resume"):
@@ -217,7 +259,11 @@ def test_trust_imports_the_model(mark: Path, run: Path, few: Path, capsys: pytes
 
 def test_trust_in_python(mark: Path, run: Path, few: Path) -> None:
     rewrite(run, model="my_nets:Net")
-    for refused in (lambda: runs.load(run), lambda: runs.read_config(run), lambda: use.adapt(run, few)):
+    for refused in (
+        lambda: runs.load(run),
+        lambda: runs.read_config(run),
+        lambda: use.adapt(run, few),
+    ):
         with pytest.raises(UserError, match=r"my_nets:Net.*trust=True"):
             refused()
     assert not mark.exists()
@@ -232,7 +278,19 @@ class Shapes:
 
 
 @pytest.mark.parametrize(
-    "name", ["Net", "net", "partial", "cached", "Net.__call__.__class__", "Impostor", "number", "os.system", "os.makedirs", "nothing"]
+    "name",
+    [
+        "Net",
+        "net",
+        "partial",
+        "cached",
+        "Net.__call__.__class__",
+        "Impostor",
+        "number",
+        "os.system",
+        "os.makedirs",
+        "nothing",
+    ],
 )
 def test_what_is_named_must_make_a_network(name: str, mark: Path, here: Path) -> None:
     """Also where it is trusted; what can be told before the call is told before the call."""
@@ -254,7 +312,9 @@ def test_modules_of_python_itself_are_not_even_imported(here: Path) -> None:
 # What a terminal is told
 
 
-def test_names_from_files_give_a_terminal_no_orders(here: Path, few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_from_files_give_a_terminal_no_orders(
+    here: Path, few: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for file in (few, few.with_name("table.csv")):
         (here / file.name).write_text(file.read_text().replace(",c", ",\x1b]0;owned\x07[red]c"))
     assert call("train", "table.csv", *TINY, "--out", "own") == 0

@@ -22,13 +22,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["with a checkpoint", "before the first"])
-def test_no_flipped_bit_changes_a_run(tmp_path: Path, trained: Path, saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_flipped_bit_changes_a_run(
+    tmp_path: Path, trained: Path, saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     if not saved:
         shutil.rmtree(run / "checkpoints")
     data, config = (run / "config.json").read_bytes(), runs.read_config(run)
     flipped = bytearray(data)
-    monkeypatch.setattr("metanudge.training.files.read_bytes", lambda path, limit=None: bytes(flipped))  # spares thousands of writes
+    # spares thousands of writes
+    monkeypatch.setattr(
+        "metanudge.training.files.read_bytes", lambda path, limit=None: bytes(flipped)
+    )
     refused = 0
     for place in range(8 * len(data)):
         flipped[place // 8] ^= 1 << place % 8
@@ -37,7 +42,9 @@ def test_no_flipped_bit_changes_a_run(tmp_path: Path, trained: Path, saved: bool
         except UserError:
             refused += 1
         else:
-            assert found == config, f"bit {place % 8} of {data[place // 8 - 20 : place // 8 + 20]!r}"
+            assert found == config, (
+                f"bit {place % 8} of {data[place // 8 - 20 : place // 8 + 20]!r}"
+            )
         flipped[place // 8] = data[place // 8]
     assert refused > 0.99 * 8 * len(data)
 
@@ -57,7 +64,9 @@ def change(file: Path, old: str, new: str) -> None:
         ('"fobmaml"', '"fomaml"', "estimator was 'fobmaml', now 'fomaml'"),
     ],
 )
-def test_the_setting_that_was_changed_is_named(tmp_path: Path, trained: Path, old: str, new: str, words: str) -> None:
+def test_the_setting_that_was_changed_is_named(
+    tmp_path: Path, trained: Path, old: str, new: str, words: str
+) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     change(run / "config.json", old, new)
     for read in (runs.read_config, runs.load):
@@ -65,7 +74,9 @@ def test_the_setting_that_was_changed_is_named(tmp_path: Path, trained: Path, ol
             read(run)
 
 
-def test_a_new_seal_does_not_hide_the_change_from_the_checkpoint(tmp_path: Path, trained: Path) -> None:
+def test_a_new_seal_does_not_hide_the_change_from_the_checkpoint(
+    tmp_path: Path, trained: Path
+) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     config = runs.read_config(run)
     (run / "config.json").write_text(dataclasses.replace(config, lam=3.0).to_json())
@@ -77,7 +88,9 @@ def test_a_new_seal_does_not_hide_the_change_from_the_checkpoint(tmp_path: Path,
     assert "iterations" in MAY_CHANGE
 
 
-def test_a_settings_file_of_ones_own_may_be_edited_without_its_seal(tmp_path: Path, trained: Path) -> None:
+def test_a_settings_file_of_ones_own_may_be_edited_without_its_seal(
+    tmp_path: Path, trained: Path
+) -> None:
     file = tmp_path / "mine.json"
     shutil.copy(trained / "config.json", file)
     change(file, '"lam": 2.0', '"lam": 3.0')

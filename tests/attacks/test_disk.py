@@ -1,4 +1,6 @@
-"""A run folder that goes away and a disk that is full: an exit code, a message, earlier checkpoints intact, nothing made anew."""
+"""A run folder that goes away and a disk that is full: an exit code, a message, earlier checkpoints
+intact, nothing made anew.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +64,28 @@ def test_a_run_folder_that_goes_away(tmp_path: Path, whole: Path, step: int, how
         assert fingerprint(elsewhere) == fingerprint(whole)
 
 
-def test_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     save = loop.Trainer._save
-    monkeypatch.setattr(loop.Trainer, "_save", lambda self, **how: (save(self, **how), shutil.rmtree(self.folder))[0])
-    assert main(["train", "sinusoid", "--tasks=2", "--iterations=9", "--checkpoint-every=2", f"--out={tmp_path / 'run'}"]) == 6
+    monkeypatch.setattr(
+        loop.Trainer,
+        "_save",
+        lambda self, **how: (save(self, **how), shutil.rmtree(self.folder))[0],
+    )
+    assert (
+        main(
+            [
+                "train",
+                "sinusoid",
+                "--tasks=2",
+                "--iterations=9",
+                "--checkpoint-every=2",
+                f"--out={tmp_path / 'run'}",
+            ]
+        )
+        == 6
+    )
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "deleted or moved" in said
@@ -89,11 +109,14 @@ WRITERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", WRITERS)
-def test_a_disk_that_fills_up(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_a_disk_that_fills_up(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     run = tmp_path / "run"
     owner, name = WRITERS[what]
 
-    reporter = After(4, lambda: monkeypatch.setattr(owner, name, full))  # the checkpoint of meta-step 3 is written
+    # the checkpoint of meta-step 3 is written
+    reporter = After(4, lambda: monkeypatch.setattr(owner, name, full))
     with pytest.raises(StopTraining, match="No space left on device") as stopped:
         train(dataclasses.replace(TINY, out=str(run)), reporter=reporter)
     monkeypatch.undo()
@@ -107,7 +130,9 @@ def test_a_disk_that_fills_up(tmp_path: Path, whole: Path, monkeypatch: pytest.M
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_device_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's own error, at the moment it comes: buffered lines fail when they are flushed, and again when the file is closed."""
+    """The system's own error, at the moment it comes: buffered lines fail when they are flushed,
+    and again when the file is closed.
+    """
 
     class OnFullDevice(MetricsLog):
         def write(self, values: Any) -> None:
@@ -123,9 +148,13 @@ def test_a_device_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert stopped.value.code == 6
 
 
-def test_eval_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     go(tmp_path / "run")
     monkeypatch.setattr("json.dump", full)
-    assert main(["eval", str(tmp_path / "run"), "--tasks=2", f"--json={tmp_path / 'found.json'}"]) == 6
+    assert (
+        main(["eval", str(tmp_path / "run"), "--tasks=2", f"--json={tmp_path / 'found.json'}"]) == 6
+    )
     assert "No space left on device" in capsys.readouterr().err
     assert not (tmp_path / "found.json").exists()

@@ -1,4 +1,6 @@
-"""Interrupts at every line and at random moments: the user's module, `.grad`, random state and handlers are as they were."""
+"""Interrupts at every line and at random moments: the user's module, `.grad`, random state and
+handlers are as they were.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def chain() -> nn.Module:
 
 CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "in place": lambda: (Gated(), {"engine": "inplace"}),
-    "in place, shared layers": lambda: (Gated(), {"engine": "inplace", "adapt": "head.*", "learn_lam": "tensor"}),
+    "in place, shared layers": lambda: (
+        Gated(),
+        {"engine": "inplace", "adapt": "head.*", "learn_lam": "tensor"},
+    ),
     "vmap": lambda: (Gated(), {"engine": "stacked"}),
     "chain": lambda: (chain(), {"engine": "auto"}),
     "MAML under vmap": lambda: (Gated(), {"engine": "auto", "estimator": mn.MAML()}),
@@ -63,11 +68,17 @@ class Case:
         estimator = options.pop("estimator", mn.FOBMAML(nu=0.1))
         n, steps = (1, 2) if options["engine"] == "inplace" else (2, 1)
         solver = mn.GradientDescent(lr=0.05, steps=steps)
-        self.learner = mn.MetaLearner(model, F.cross_entropy, estimator=estimator, solver=solver, **options)
-        self.tasks = mn.TaskBatch(
-            support=(torch.randn(n, 4, 3), torch.randint(2, (n, 4))), query=(torch.randn(n, 5, 3), torch.randint(2, (n, 5)))
+        self.learner = mn.MetaLearner(
+            model, F.cross_entropy, estimator=estimator, solver=solver, **options
         )
-        self.gradients = [torch.randn_like(p) if place % 2 else None for place, p in enumerate(self.learner.parameters())]
+        self.tasks = mn.TaskBatch(
+            support=(torch.randn(n, 4, 3), torch.randint(2, (n, 4))),
+            query=(torch.randn(n, 5, 3), torch.randint(2, (n, 5))),
+        )
+        self.gradients = [
+            torch.randn_like(p) if place % 2 else None
+            for place, p in enumerate(self.learner.parameters())
+        ]
         self.reset()
         self.before = self.state()
         self.learner.backward(self.tasks)
@@ -83,23 +94,42 @@ class Case:
         return [None if p.grad is None else p.grad.clone() for p in self.learner.parameters()]
 
     def state(self) -> list[Any]:
-        """All that an interrupt must leave alone, tensors by identity and value; `.grad` is looked at apart."""
-        found: list[Any] = [torch.get_rng_state(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-        found += [torch._C._functorch.get_dynamic_layer_stack_depth(), torch.backends.cuda.flash_sdp_enabled()]
-        found += [self.learner._choice.cannot_stack, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)]
+        """All that an interrupt must leave alone, tensors by identity and value; `.grad` is looked
+        at apart.
+        """
+        found: list[Any] = [
+            torch.get_rng_state(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        ]
+        found += [
+            torch._C._functorch.get_dynamic_layer_stack_depth(),
+            torch.backends.cuda.flash_sdp_enabled(),
+        ]
+        found += [
+            self.learner._choice.cannot_stack,
+            signal.getsignal(signal.SIGINT),
+            signal.getsignal(signal.SIGALRM),
+        ]
         for module in self.learner.modules():
             found += [module.training, dict(module._forward_hooks), dict(module._forward_pre_hooks)]
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 found += [id(tensor), None if tensor is None else tensor.detach().clone()]
                 if isinstance(tensor, nn.Parameter):
-                    found += [tensor.requires_grad, tensor._backward_hooks, tensor._post_accumulate_grad_hooks or None]
+                    found += [
+                        tensor.requires_grad,
+                        tensor._backward_hooks,
+                        tensor._post_accumulate_grad_hooks or None,
+                    ]
         return found
 
     def check(self) -> None:
         """As before, with all gradients written or none."""
         now = self.state()
         assert len(now) == len(self.before)
-        assert all(map(same, now, self.before)), [pair for pair in zip(now, self.before, strict=True) if not same(*pair)]
+        assert all(map(same, now, self.before)), [
+            pair for pair in zip(now, self.before, strict=True) if not same(*pair)
+        ]
         grads, old = self.written(), self.gradients
         whole = all(map(same, grads, self.after))
         assert whole or all(map(same, grads, old))
@@ -115,9 +145,13 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Tracer:
-    """Notes the lines of our sources and of torch's `functional_call` as they run, and strikes at the first passage of a given one."""
+    """Notes the lines of our sources and of torch's `functional_call` as they run, and strikes at
+    the first passage of a given one.
+    """
 
-    def __init__(self, target: tuple[str, int] | None = None, strike: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, target: tuple[str, int] | None = None, strike: Callable[[], None] = lambda: None
+    ) -> None:
         self.lines: dict[tuple[str, int], None] = {}
         self._target = target
         self._strike = strike
@@ -196,7 +230,10 @@ class Timeout(RuntimeError):
     """What a handler may raise that looks like an error of the model's."""
 
 
-@pytest.mark.parametrize(("name", "times"), [(name, 1000 if name in ("in place", "vmap", "chain") else 200) for name in CASES])
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [(name, 1000 if name in ("in place", "vmap", "chain") else 200) for name in CASES],
+)
 def test_at_random_moments(name: str, times: int) -> None:
     def ring(number: int, frame: FrameType | None) -> None:
         raise Timeout
@@ -205,7 +242,8 @@ def test_at_random_moments(name: str, times: int) -> None:
     draw = random.Random(0)
     try:
         case = Case(name)
-        length = min(timed(lambda: case.learner.backward(case.tasks)) for _ in range(20))  # on a busy machine others take longer
+        # on a busy machine others take longer
+        length = min(timed(lambda: case.learner.backward(case.tasks)) for _ in range(20))
         case.reset()
         hits = 0
         for _ in range(times):

@@ -1,6 +1,8 @@
-"""Links in a run folder are neither read nor written through, FIFOs and devices are refused, temporary names cannot be guessed.
+"""Links in a run folder are neither read nor written through, FIFOs and devices are refused,
+temporary names cannot be guessed.
 
-A read is seen by what the program then knows, a write by the victim's bytes. Where a FIFO is waited for, the test's time runs out.
+A read is seen by what the program then knows, a write by the victim's bytes. Where a FIFO is waited
+for, the test's time runs out.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ def place(run: Path, name: str) -> list[Path]:
 
 def moved_and_linked(path: Path) -> Path:
     """The same content as before, but behind a link."""
-    target = path.rename(path.parents[len(path.parts) - len(Path.cwd().parts) - 1] / f"moved-{path.parent.name}-{path.name}")
+    target = path.rename(
+        path.parents[len(path.parts) - len(Path.cwd().parts) - 1]
+        / f"moved-{path.parent.name}-{path.name}"
+    )
     path.symlink_to(target)
     return target
 
@@ -66,9 +71,16 @@ CASES = [(file, command) for file, (_, commands) in READ.items() for command in 
 
 
 @pytest.mark.parametrize("attack", [moved_and_linked, fifo, device])
-@pytest.mark.parametrize(("file", "command"), CASES, ids=[f"{file}-{command}" for file, command in CASES])
+@pytest.mark.parametrize(
+    ("file", "command"), CASES, ids=[f"{file}-{command}" for file, command in CASES]
+)
 def test_what_is_no_plain_file_is_not_opened(
-    file: str, command: str, attack: Callable[[Path], object], run: Path, few: Path, capsys: pytest.CaptureFixture[str]
+    file: str,
+    command: str,
+    attack: Callable[[Path], object],
+    run: Path,
+    few: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     paths = place(run, READ[file][0])
     for path in paths:
@@ -86,7 +98,9 @@ def test_what_is_no_plain_file_is_not_opened(
 
 @pytest.mark.parametrize("command", ["eval", "resume"])
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_folders_behind_links_are_not_used(folder: str, command: str, run: Path, few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_behind_links_are_not_used(
+    folder: str, command: str, run: Path, few: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     targets = [moved_and_linked(path) for path in place(run, FOLDERS[folder])]
     before = [sorted(target.rglob("*")) for target in targets]
     assert call(*arguments(command, run, few)) == 2
@@ -95,7 +109,9 @@ def test_folders_behind_links_are_not_used(folder: str, command: str, run: Path,
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
-def test_a_file_with_a_second_name_is_not_added_to(name: str, run: Path, few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_with_a_second_name_is_not_added_to(
+    name: str, run: Path, few: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hard_link(run / name)
     before = (run / name).read_bytes()
     assert call(*arguments("resume", run, few)) == 2
@@ -103,12 +119,17 @@ def test_a_file_with_a_second_name_is_not_added_to(name: str, run: Path, few: Pa
     assert Path("second-name").read_bytes() == before
 
 
-def test_links_where_files_are_written_are_replaced_not_followed(here: Path, run: Path, few: Path) -> None:
-    """At the names of results, and at the names that temporary files had when they could be guessed."""
+def test_links_where_files_are_written_are_replaced_not_followed(
+    here: Path, run: Path, few: Path
+) -> None:
+    """At the names of results, and at the names that temporary files had when they could be
+    guessed.
+    """
     names = ["config.json", "summary.json", "curve.png", "eval-test.png"]
     guesses = [f".new-{name}" for name in names]
     saves = [f"checkpoints/.{mark}-save-{number:06d}-step-{step}{best}" for mark in ("new", "old")
-             for number in range(1, 6) for step in range(1, 5) for best in ("", "-best")]  # fmt: skip
+             for number in range(1, 6) for step in range(1, 5) for best in ("",
+             "-best")]  # fmt: skip
     (here / "folder").mkdir()
     victims = {}
     for name in [*names[1:], *guesses]:
@@ -155,8 +176,15 @@ def test_devices_and_sockets_are_refused(here: Path, capsys: pytest.CaptureFixtu
     assert "a device" in capsys.readouterr().err
 
 
-def test_a_fifo_among_the_data_is_not_waited_for(here: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("photos/a/1.png", "photos/a/1.npy", "characters/images_background.zip", "characters/images_evaluation.zip"):
+def test_a_fifo_among_the_data_is_not_waited_for(
+    here: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (
+        "photos/a/1.png",
+        "photos/a/1.npy",
+        "characters/images_background.zip",
+        "characters/images_evaluation.zip",
+    ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         os.mkfifo(name)
     assert call("train", "photos", "--out", "x") == 2

@@ -1,4 +1,6 @@
-"""Signals at awkward moments: obeyed within seconds, with nothing lost, and the resumed run ends with the same bytes."""
+"""Signals at awkward moments: obeyed within seconds, with nothing lost, and the resumed run ends
+with the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,16 @@ ALLOWED = 5.0  # seconds from the signal to the end
 
 
 def attack(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, call: int, moment: str, number: int = signal.SIGTERM
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    *,
+    call: int,
+    moment: str,
+    number: int = signal.SIGTERM,
 ) -> Callable[[], float]:
-    """Send this process a signal at one call of a function: before, after, or in the midst of one that does not end by itself.
+    """Send this process a signal at one call of a function: before, after, or in the midst of one
+    that does not end by itself.
 
     Returns a function that tells the seconds since.
     """
@@ -57,10 +66,18 @@ def attack(
     return lambda: time.monotonic() - sent[0]
 
 
-def stop_and_go_on(folder: Path, since: Callable[[], float], monkeypatch: pytest.MonkeyPatch, code: int = 143, **changes: Any) -> int:
+def stop_and_go_on(
+    folder: Path,
+    since: Callable[[], float],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int = 143,
+    **changes: Any,
+) -> int:
     """Train until the attack, then to the end without it; the step at which the run was stopped."""
     config = dataclasses.replace(TINY, out=str(folder), **changes)
-    with pytest.raises(StopTraining, match=r"is saved; go on with: metanudge train --resume") as stopped:
+    with pytest.raises(
+        StopTraining, match=r"is saved; go on with: metanudge train --resume"
+    ) as stopped:
         train(config, reporter=Quiet())
     assert since() < ALLOWED
     assert stopped.value.code == code
@@ -72,7 +89,9 @@ def stop_and_go_on(folder: Path, since: Callable[[], float], monkeypatch: pytest
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed: 8 meta-steps, validated after 4 and 8 in two batches each, tested in three."""
+    """A run that nobody disturbed: 8 meta-steps, validated after 4 and 8 in two batches each,
+    tested in three.
+    """
     folder = tmp_path_factory.mktemp("whole") / "run"
     go(folder, eval_tasks=12, test_tasks=18)
     return folder
@@ -86,30 +105,51 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 # Two batches a validation, three in the test: 1, 2 | 3, 4 | 5, 6, 7.
 @pytest.mark.parametrize(
     ("call", "moment", "step"),
-    [(1, "before", 4), (1, "within", 4), (1, "after", 4), (2, "within", 4), (2, "after", 4), (3, "before", 8), (3, "within", 8),
+    [(1, "before", 4), (1, "within", 4), (1, "after", 4), (2, "within", 4), (2, "after", 4), (3,
+    "before", 8), (3, "within", 8),
      (4, "within", 8), (4, "after", 8), (5, "within", 8), (6, "before", 8), (7, "after", 8)],
 )  # fmt: skip
 def test_sigterm_in_validation_and_test(
-    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, impatient: None, call: int, moment: str, step: int
+    tmp_path: Path,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    impatient: None,
+    call: int,
+    moment: str,
+    step: int,
 ) -> None:
     since = attack(monkeypatch, mn.MetaLearner, "evaluate", call=call, moment=moment)
-    assert stop_and_go_on(tmp_path / "run", since, monkeypatch, eval_tasks=12, test_tasks=18) == step
+    assert (
+        stop_and_go_on(tmp_path / "run", since, monkeypatch, eval_tasks=12, test_tasks=18) == step
+    )
     assert fingerprint(tmp_path / "run") == fingerprint(whole)
 
 
-def test_the_usual_patience_is_short_enough(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    since = attack(monkeypatch, mn.MetaLearner, "evaluate", call=2, moment="within", number=signal.SIGINT)
+def test_the_usual_patience_is_short_enough(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    since = attack(
+        monkeypatch, mn.MetaLearner, "evaluate", call=2, moment="within", number=signal.SIGINT
+    )
     stop_and_go_on(tmp_path / "run", since, monkeypatch, code=130, eval_tasks=12, test_tasks=18)
     assert fingerprint(tmp_path / "run") == fingerprint(whole)
 
 
-def test_the_same_validation_interrupted_twice(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, impatient: None) -> None:
+def test_the_same_validation_interrupted_twice(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
     run = tmp_path / "run"
-    for number, config in enumerate([dataclasses.replace(TINY, out=str(run), eval_tasks=12, test_tasks=18), None], start=1):
+    for number, config in enumerate(
+        [dataclasses.replace(TINY, out=str(run), eval_tasks=12, test_tasks=18), None], start=1
+    ):
         with monkeypatch.context() as patch:
             attack(patch, mn.MetaLearner, "evaluate", call=number, moment="within")
             with pytest.raises(StopTraining):
-                train(config or runs.read_config(run), resume=None if config else run, reporter=Quiet())
+                train(
+                    config or runs.read_config(run),
+                    resume=None if config else run,
+                    reporter=Quiet(),
+                )
         assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
     assert train(runs.read_config(run), resume=run, reporter=Quiet()) == 0
     assert fingerprint(run) == fingerprint(whole)
@@ -118,30 +158,36 @@ def test_the_same_validation_interrupted_twice(tmp_path: Path, whole: Path, monk
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
 @pytest.mark.parametrize(("name", "call"), [("choose_nu", 1), ("meta_gradient", 6)])
 def test_a_signal_in_a_meta_step_that_takes_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None, engine: str, name: str, call: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    impatient: None,
+    engine: str,
+    name: str,
+    call: int,
 ) -> None:
     go(tmp_path / "whole", engine=engine)
     since = attack(monkeypatch, mn.MetaLearner, name, call=call, moment="within")
-    # The first meta-gradient of all is the trial before the run, so the sixth belongs to meta-step 5.
-    assert stop_and_go_on(tmp_path / "run", since, monkeypatch, engine=engine) == (0 if name == "choose_nu" else 4)
+    # The first meta-gradient of all is the trial before the run, so the sixth belongs to meta-step
+    # 5.
+    assert stop_and_go_on(tmp_path / "run", since, monkeypatch, engine=engine) == (
+        0 if name == "choose_nu" else 4
+    )
     assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
 
 
 def test_two_ranks_leave_a_validation_together(tmp_path: Path) -> None:
-    """Only rank 1 is told to stop, in the midst of a batch; one process then goes on to what one process alone would have done."""
+    """Only rank 1 is told to stop, in the midst of a batch; one process then goes on to what one
+    process alone would have done.
+    """
     program = tmp_path / "attacked.py"
     program.write_text(
-        "import os, signal, sys, time\n"
-        "import metanudge as mn\nfrom metanudge.cli import main\nfrom metanudge.training import loop\n"
-        "loop.PATIENCE, plain, calls = 0.05, mn.MetaLearner.evaluate, []\n"
-        "def attacked(self, *args, **options):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) == 2 and os.environ['RANK'] == '1':\n"
-        "        signal.raise_signal(signal.SIGTERM)\n"
-        "        while True:\n            time.sleep(0.001)\n"
-        "    return plain(self, *args, **options)\n"
-        "mn.MetaLearner.evaluate = attacked\n"
-        "code = main(sys.argv[1:])\nsys.stdout.flush()\nos._exit(code)\n"
+        "import os, signal, sys, time\nimport metanudge as mn\nfrom metanudge.cli import main\nfrom"
+        " metanudge.training import loop\nloop.PATIENCE, plain, calls = 0.05,"
+        " mn.MetaLearner.evaluate, []\ndef attacked(self, *args, **options):\n    calls.append(1)\n"
+        "    if len(calls) == 2 and os.environ['RANK'] == '1':\n       "
+        " signal.raise_signal(signal.SIGTERM)\n        while True:\n            time.sleep(0.001)\n"
+        "    return plain(self, *args, **options)\nmn.MetaLearner.evaluate = attacked\ncode ="
+        " main(sys.argv[1:])\nsys.stdout.flush()\nos._exit(code)\n"
     )
     run, alone = tmp_path / "run", tmp_path / "alone"
     codes, outputs = train_on(2, tmp_path, *FLAGS, "--out", str(run), program=[str(program)])
@@ -162,7 +208,12 @@ def test_two_ranks_leave_a_validation_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("command", ["eval", "adapt"])
 def test_a_signal_in_eval_and_adapt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, number: int, code: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    number: int,
+    code: int,
 ) -> None:
     vector_table(tmp_path / "data.csv", classes=20)
     run = vector_run(tmp_path / "run", tmp_path / "data.csv")
@@ -215,7 +266,16 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.mark.parametrize("module", ["tyro", "torch", "torch.nn"])
 def test_a_signal_while_modules_are_loaded(tmp_path: Path, module: str) -> None:
-    command = [sys.executable, "-c", PROGRAM, module, "train", "sinusoid", "--out", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        module,
+        "train",
+        "sinusoid",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 130, done.stderr
     assert done.stderr == "metanudge: Interrupted; nothing was lost.\n"
@@ -223,9 +283,21 @@ def test_a_signal_while_modules_are_loaded(tmp_path: Path, module: str) -> None:
 
 
 def test_a_process_in_a_long_validation(tmp_path: Path) -> None:
-    flags = ["sinusoid", "--tasks", "2", "--eval-every", "1", "--eval-tasks", "10000000", "--out", str(tmp_path / "run")]
+    flags = [
+        "sinusoid",
+        "--tasks",
+        "2",
+        "--eval-every",
+        "1",
+        "--eval-tasks",
+        "10000000",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     command = [sys.executable, "-m", "metanudge", "train", *flags]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
+    )
     while not (tmp_path / "run" / "timing.jsonl").exists():
         assert process.poll() is None
         time.sleep(0.01)

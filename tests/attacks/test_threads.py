@@ -23,9 +23,13 @@ ENGINES = ["inplace", "stacked"]
 
 
 class Net(nn.Module):
-    """No chain of layers, so that the stacked engine calls it; `between` is called in the middle of every forward pass."""
+    """No chain of layers, so that the stacked engine calls it; `between` is called in the middle of
+    every forward pass.
+    """
 
-    def __init__(self, between: Callable[[], None] = lambda: None, first: nn.Module | None = None) -> None:
+    def __init__(
+        self, between: Callable[[], None] = lambda: None, first: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(3, 4) if first is None else first
         self.head = nn.Linear(4, 2)
@@ -38,7 +42,13 @@ class Net(nn.Module):
 
 
 def learner_of(model: nn.Module, engine: Any = "inplace") -> mn.MetaLearner:
-    return mn.MetaLearner(model, F.cross_entropy, engine=engine, estimator=mn.FOBMAML(nu=0.1), solver=mn.GradientDescent(0.05, 2))
+    return mn.MetaLearner(
+        model,
+        F.cross_entropy,
+        engine=engine,
+        estimator=mn.FOBMAML(nu=0.1),
+        solver=mn.GradientDescent(0.05, 2),
+    )
 
 
 def some_tasks(seed: int) -> mn.TaskBatch:
@@ -104,10 +114,14 @@ def test_a_model_in_use_is_refused_before_anything_is_touched(engine: str, use: 
         assert pause.entered.wait(20)
         try:
             before = [(p, p.grad, p._version) for p in other.parameters()]
-            with pytest.raises(RuntimeError, match=r"in use in another thread \(ThreadPoolExecutor.*copy.deepcopy\(model\)"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"in use in another thread \(ThreadPoolExecutor.*copy.deepcopy\(model\)",
+            ):
                 getattr(other, use)(tasks[0].support if use == "adapt" else tasks)
             assert all(p.grad is grad and p._version == version for p, grad, version in before)
-            with pytest.raises(RuntimeError, match="in use in another thread"):  # one learner in two threads
+            # one learner in two threads
+            with pytest.raises(RuntimeError, match="in use in another thread"):
                 learner.evaluate(tasks)
         finally:
             pause.go_on.set()
@@ -117,7 +131,8 @@ def test_a_model_in_use_is_refused_before_anything_is_touched(engine: str, use: 
 
 def test_adaptations_of_one_model_may_run_at_once() -> None:
     torch.manual_seed(0)
-    barrier = threading.Barrier(2)  # both are in the middle of a forward pass, or nobody comes through
+    # both are in the middle of a forward pass, or nobody comes through
+    barrier = threading.Barrier(2)
     net = Net()
     learner, support = learner_of(net), some_tasks(0)[0].support
     alone = learner.adapt(support)
@@ -125,14 +140,18 @@ def test_adaptations_of_one_model_may_run_at_once() -> None:
     with ThreadPoolExecutor(2) as pool:
         adapted = list(pool.map(learner.adapt, [support, support]))
     for model in adapted:
-        assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in model.state_dict().items())
+        assert all(
+            torch.equal(tensor, alone.state_dict()[name])
+            for name, tensor in model.state_dict().items()
+        )
 
 
 def test_a_claim_ends_with_its_block() -> None:
     problem = learner_of(Net()).problem()
 
     def fail() -> None:
-        with ownership.claimed(problem), ownership.claimed(problem):  # the same thread may have it twice
+        # the same thread may have it twice
+        with ownership.claimed(problem), ownership.claimed(problem):
             raise ValueError
 
     with pytest.raises(ValueError):
@@ -143,7 +162,9 @@ def test_a_claim_ends_with_its_block() -> None:
 
 
 class Stranger:
-    """Another thread that draws from the global generator whenever it is called, while the caller waits."""
+    """Another thread that draws from the global generator whenever it is called, while the caller
+    waits.
+    """
 
     def __init__(self) -> None:
         self._orders: queue.Queue[bool] = queue.Queue()
@@ -177,7 +198,13 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
-        for noise in (F.dropout, F.alpha_dropout, lambda h: h + 0.1 * torch.randn_like(h), lambda h: h * torch.rand(4), self.drop):
+        for noise in (
+            F.dropout,
+            F.alpha_dropout,
+            lambda h: h + 0.1 * torch.randn_like(h),
+            lambda h: h * torch.rand(4),
+            self.drop,
+        ):
             self.between()
             h = noise(h)
         return self.head(h + 0.1 * torch.empty(4).normal_())
@@ -195,8 +222,12 @@ class WithRecurrence(Noisy):
         return self.recurrent(self.first(x))[0]
 
 
-@pytest.mark.parametrize(("kind", "engine"), [(Noisy, "inplace"), (Noisy, "stacked"), (WithRecurrence, "inplace")])
-def test_random_numbers_do_not_depend_on_what_other_threads_draw(kind: type[Noisy], engine: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "engine"), [(Noisy, "inplace"), (Noisy, "stacked"), (WithRecurrence, "inplace")]
+)
+def test_random_numbers_do_not_depend_on_what_other_threads_draw(
+    kind: type[Noisy], engine: str
+) -> None:
     torch.manual_seed(0)
     model = kind()
     learner, tasks = learner_of(model, engine), some_tasks(0)
@@ -220,7 +251,9 @@ def test_a_model_that_begins_to_draw_is_noticed() -> None:
     model.train()  # another mode: looked at again
     gradient(learner, tasks)
     assert Draws(0, torch.device("cpu"), learner.problem().modules)._own is not None
-    quiet = learner_of(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.0), Net(first=nn.Linear(2, 4))), "inplace")
+    quiet = learner_of(
+        nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.0), Net(first=nn.Linear(2, 4))), "inplace"
+    )
     gradient(quiet, tasks)
     assert Draws(0, torch.device("cpu"), quiet.problem().modules)._own is None
     quiet.model[1].p = 0.5
@@ -229,7 +262,9 @@ def test_a_model_that_begins_to_draw_is_noticed() -> None:
 
 
 class Partly(nn.Module):
-    """Dropout outside and inside of a checkpoint, whose second pass must see the masks of the first."""
+    """Dropout outside and inside of a checkpoint, whose second pass must see the masks of the
+    first.
+    """
 
     def __init__(self, *, through_checkpoint: bool) -> None:
         super().__init__()
@@ -241,7 +276,11 @@ class Partly(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.dropout(self.first(x), 0.2)
-        h = checkpoint(self.block, h, use_reentrant=False) if self._through_checkpoint else self.block(h)
+        h = (
+            checkpoint(self.block, h, use_reentrant=False)
+            if self._through_checkpoint
+            else self.block(h)
+        )
         return self.head(F.dropout(h, 0.5))
 
 

@@ -59,8 +59,15 @@ def test_ten_of_ten_are_refused_while_a_run_is_live(tmp_path: Path) -> None:
     assert train(config, reporter=AtStep(4, attack)) == 0
     assert len(refused) == 8
     assert all(f"in use: process {os.getpid()} on {platform.node()}" in text for text in refused)
-    assert (run / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-    assert train(dataclasses.replace(runs.read_config(run), iterations=9), resume=run, reporter=Quiet()) == 0
+    assert (run / "metrics.jsonl").read_bytes() == (
+        tmp_path / "whole" / "metrics.jsonl"
+    ).read_bytes()
+    assert (
+        train(
+            dataclasses.replace(runs.read_config(run), iterations=9), resume=run, reporter=Quiet()
+        )
+        == 0
+    )
 
 
 def test_another_process_is_refused_with_exit_code_2(tmp_path: Path) -> None:
@@ -69,7 +76,9 @@ def test_another_process_is_refused_with_exit_code_2(tmp_path: Path) -> None:
 
     def attack() -> None:
         command = [sys.executable, "-m", "metanudge", "train", "--resume", str(run)]
-        said.append(subprocess.run(command, text=True, capture_output=True, timeout=120, check=False))
+        said.append(
+            subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
+        )
 
     assert train(dataclasses.replace(TINY, out=str(run)), reporter=AtStep(4, attack)) == 0
     assert said[0].returncode == 2
@@ -77,7 +86,9 @@ def test_another_process_is_refused_with_exit_code_2(tmp_path: Path) -> None:
     assert "Traceback" not in said[0].stderr
 
 
-def test_two_runs_that_begin_at_once_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_that_begin_at_once_in_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first is past its plan, where the folder was new, when the second comes and claims it."""
     from metanudge.training import trainer
 
@@ -95,12 +106,20 @@ def test_two_runs_that_begin_at_once_in_one_folder(tmp_path: Path, monkeypatch: 
     assert runs.load(tmp_path / "run", checkpoint="last").state.step == 8
 
 
-def test_runs_that_begin_in_the_same_second_without_a_folder_get_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_begin_in_the_same_second_without_a_folder_get_one_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "20260101-120000")
     config = dataclasses.replace(TINY, iterations=1, eval_every=0, test_tasks=0)
     for _ in range(3):
         train(config, reporter=Quiet())
     names = sorted(path.name for path in Path("runs").iterdir())
-    assert names == ["sinusoid-20260101-120000", "sinusoid-20260101-120000-2", "sinusoid-20260101-120000-3"]
-    assert [runs.read_config(Path("runs") / name).out for name in names] == [f"runs/{name}" for name in names]
+    assert names == [
+        "sinusoid-20260101-120000",
+        "sinusoid-20260101-120000-2",
+        "sinusoid-20260101-120000-3",
+    ]
+    assert [runs.read_config(Path("runs") / name).out for name in names] == [
+        f"runs/{name}" for name in names
+    ]

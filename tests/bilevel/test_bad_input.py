@@ -17,8 +17,20 @@ DESCENT = mn.GradientDescent(lr=0.1, steps=3)
 
 
 def attempt(call=mn.hypergradient, **changes):
-    arguments = {"inner": PROBLEM.inner, "outer": PROBLEM.outer, "x": PROBLEM.x.clone().requires_grad_(), "init": PROBLEM.init, **changes}
-    return call(arguments.pop("inner"), arguments.pop("outer"), arguments.pop("x"), arguments.pop("init"), **arguments)
+    arguments = {
+        "inner": PROBLEM.inner,
+        "outer": PROBLEM.outer,
+        "x": PROBLEM.x.clone().requires_grad_(),
+        "init": PROBLEM.init,
+        **changes,
+    }
+    return call(
+        arguments.pop("inner"),
+        arguments.pop("outer"),
+        arguments.pop("x"),
+        arguments.pop("init"),
+        **arguments,
+    )
 
 
 @dataclass(frozen=True)
@@ -33,10 +45,26 @@ CASES = {
         TypeError,
         ["x holds no floating tensor", "dict with no tensors", "differentiate by", "Give a tensor"],
     ),
-    "x of integers": ({"x": torch.arange(4)}, TypeError, ["x holds no floating tensor", r"\(4,\) int64"]),
-    "x is a module": ({"x": nn.Linear(2, 1)}, TypeError, ["x holds no floating tensor", "Linear", "named_parameters"]),
-    "complex x": ({"x": {"z": torch.zeros(2, dtype=torch.complex64)}}, TypeError, [r"x\['z'\] is complex", "view_as_real"]),
-    "empty init": ({"init": {}}, TypeError, ["init holds no floating tensor", "solve for", "Give a tensor"]),
+    "x of integers": (
+        {"x": torch.arange(4)},
+        TypeError,
+        ["x holds no floating tensor", r"\(4,\) int64"],
+    ),
+    "x is a module": (
+        {"x": nn.Linear(2, 1)},
+        TypeError,
+        ["x holds no floating tensor", "Linear", "named_parameters"],
+    ),
+    "complex x": (
+        {"x": {"z": torch.zeros(2, dtype=torch.complex64)}},
+        TypeError,
+        [r"x\['z'\] is complex", "view_as_real"],
+    ),
+    "empty init": (
+        {"init": {}},
+        TypeError,
+        ["init holds no floating tensor", "solve for", "Give a tensor"],
+    ),
     "inner without phi": (
         {"inner": lambda x, phi: x.exp().sum()},
         ValueError,
@@ -66,17 +94,41 @@ CASES = {
         ValueError,
         ["outer", "does not depend on phi"],
     ),
-    "nobody uses x": ({"inner": lambda x, phi: phi.square().sum()}, ValueError, ["Neither inner", "depends on x", "zero", "Use x"]),
-    "inner is a vector": ({"inner": lambda x, phi: phi.square()}, TypeError, ["inner", "scalar", r"\(4,\) float64", "Reduce it"]),
-    "inner has an axis": ({"inner": lambda x, phi: phi.square().sum(0, True)}, TypeError, ["inner", "scalar", r"\(1,\) float64"]),
-    "outer is a number": ({"outer": lambda x, phi: phi.sum().item()}, TypeError, ["outer", "scalar tensor, got float", r"\.item\(\)"]),
-    "outer is an integer": ({"outer": lambda x, phi: (phi > 0).sum()}, TypeError, ["outer", r"\(\) int64"]),
+    "nobody uses x": (
+        {"inner": lambda x, phi: phi.square().sum()},
+        ValueError,
+        ["Neither inner", "depends on x", "zero", "Use x"],
+    ),
+    "inner is a vector": (
+        {"inner": lambda x, phi: phi.square()},
+        TypeError,
+        ["inner", "scalar", r"\(4,\) float64", "Reduce it"],
+    ),
+    "inner has an axis": (
+        {"inner": lambda x, phi: phi.square().sum(0, True)},
+        TypeError,
+        ["inner", "scalar", r"\(1,\) float64"],
+    ),
+    "outer is a number": (
+        {"outer": lambda x, phi: phi.sum().item()},
+        TypeError,
+        ["outer", "scalar tensor, got float", r"\.item\(\)"],
+    ),
+    "outer is an integer": (
+        {"outer": lambda x, phi: (phi > 0).sum()},
+        TypeError,
+        ["outer", r"\(\) int64"],
+    ),
     "NaN in x": (
         {"x": torch.full((4,), NAN, dtype=torch.float64)},
         mn.NonFiniteError,
         ["NaN or Inf at gradient evaluation 0", "look for NaN in x"],
     ),
-    "NaN in init": ({"init": torch.full((4,), NAN, dtype=torch.float64)}, mn.NonFiniteError, ["gradient evaluation 0"]),
+    "NaN in init": (
+        {"init": torch.full((4,), NAN, dtype=torch.float64)},
+        mn.NonFiniteError,
+        ["gradient evaluation 0"],
+    ),
     "a diverging solve": (
         {"solver": mn.GradientDescent(lr=1e4, steps=200)},
         mn.NonFiniteError,
@@ -102,23 +154,67 @@ CASES = {
         mn.NonFiniteError,
         ["hypergradient by x is not finite", "overflowed or does not exist"],
     ),
-    "reptile": ({"estimator": mn.Reptile(), "solver": DESCENT}, TypeError, ["Reptile", "same parameters", "Use FOBMAML"]),
-    "an unknown estimator": ({"estimator": AutoNudge()}, TypeError, ["must be one of FOBMAML, MAML", "AutoNudge"]),
-    "a class for an estimator": ({"estimator": mn.MAML}, TypeError, ["must be one of", "Pass an object"]),
+    "reptile": (
+        {"estimator": mn.Reptile(), "solver": DESCENT},
+        TypeError,
+        ["Reptile", "same parameters", "Use FOBMAML"],
+    ),
+    "an unknown estimator": (
+        {"estimator": AutoNudge()},
+        TypeError,
+        ["must be one of FOBMAML, MAML", "AutoNudge"],
+    ),
+    "a class for an estimator": (
+        {"estimator": mn.MAML},
+        TypeError,
+        ["must be one of", "Pass an object"],
+    ),
     "no solver": ({"solver": torch.optim.SGD}, TypeError, ["solver must be", "mn.LBFGS"]),
-    "shifted": ({"estimator": mn.FOBMAML(start="shifted")}, ValueError, ["shifted", "no such centre", "start='theta'"]),
-    "unshrink": ({"estimator": mn.FOBMAML(unshrink=True), "solver": DESCENT}, ValueError, ["unshrink=True", "proximal", "Leave it out"]),
-    "tangent of L-BFGS": ({"estimator": mn.FOBMAML(stencil="tangent")}, TypeError, ["tangent", "GradientDescent or Nesterov, not LBFGS"]),
-    "unrolled L-BFGS": ({"estimator": mn.MAML()}, TypeError, ["MAML differentiates the solver's steps", "LBFGS"]),
-    "unrolled with tol": ({"estimator": mn.MAML(), "solver": mn.GradientDescent(lr=0.1, steps=3, tol=1e-3)}, ValueError, ["tol=0.001"]),
+    "shifted": (
+        {"estimator": mn.FOBMAML(start="shifted")},
+        ValueError,
+        ["shifted", "no such centre", "start='theta'"],
+    ),
+    "unshrink": (
+        {"estimator": mn.FOBMAML(unshrink=True), "solver": DESCENT},
+        ValueError,
+        ["unshrink=True", "proximal", "Leave it out"],
+    ),
+    "tangent of L-BFGS": (
+        {"estimator": mn.FOBMAML(stencil="tangent")},
+        TypeError,
+        ["tangent", "GradientDescent or Nesterov, not LBFGS"],
+    ),
+    "unrolled L-BFGS": (
+        {"estimator": mn.MAML()},
+        TypeError,
+        ["MAML differentiates the solver's steps", "LBFGS"],
+    ),
+    "unrolled with tol": (
+        {"estimator": mn.MAML(), "solver": mn.GradientDescent(lr=0.1, steps=3, tol=1e-3)},
+        ValueError,
+        ["tol=0.001"],
+    ),
     "minibatches": (
         {"solver": mn.GradientDescent(lr=0.1, steps=3, batch_size=2)},
         ValueError,
         ["batch_size=2", "without examples", "inside inner"],
     ),
-    "Nesterov": ({"solver": mn.Nesterov(lr=0.1, steps=3)}, ValueError, ["strong convexity", "Give strong_convexity", "momentum=0.9"]),
-    "no convexity": ({"strong_convexity": -1.0}, ValueError, ["strong_convexity must be a positive number, got -1.0"]),
-    "too many parameters": ({"estimator": mn.Exact(max_parameters=3)}, ValueError, ["4 × 4", "limit is 3", "IMAML"]),
+    "Nesterov": (
+        {"solver": mn.Nesterov(lr=0.1, steps=3)},
+        ValueError,
+        ["strong convexity", "Give strong_convexity", "momentum=0.9"],
+    ),
+    "no convexity": (
+        {"strong_convexity": -1.0},
+        ValueError,
+        ["strong_convexity must be a positive number, got -1.0"],
+    ),
+    "too many parameters": (
+        {"estimator": mn.Exact(max_parameters=3)},
+        ValueError,
+        ["4 × 4", "limit is 3", "IMAML"],
+    ),
     "a singular Hessian": (
         {"inner": lambda x, phi: (phi.sum() - x.sum()).square(), "estimator": mn.Exact()},
         ValueError,
@@ -153,7 +249,9 @@ def test_errors(name, call):
 
 def test_an_error_inside_a_function_says_what_it_was_given():
     with pytest.raises(KeyError) as caught:
-        attempt(init={"weight": PROBLEM.init}, inner=lambda x, phi: PROBLEM.inner(x, phi["weights"]))
+        attempt(
+            init={"weight": PROBLEM.init}, inner=lambda x, phi: PROBLEM.inner(x, phi["weights"])
+        )
     note = "".join(caught.value.__notes__)
     for part in ("inner(x, phi)", "x: (4,) float64", "phi['weight']: (4,) float64"):
         assert part in note

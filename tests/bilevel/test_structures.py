@@ -24,7 +24,13 @@ class Pair(NamedTuple):
 
 
 def whole(tree) -> torch.Tensor:
-    return torch.cat([leaf.reshape(-1) for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)])
+    return torch.cat(
+        [
+            leaf.reshape(-1)
+            for leaf in torch.utils._pytree.tree_leaves(tree)
+            if isinstance(leaf, torch.Tensor)
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,17 +41,31 @@ def whole(tree) -> torch.Tensor:
         lambda v: [v[0], v[1:]],
         lambda v: (v[:3], {"deep": [v[3]]}),
         lambda v: Pair(v[:2], v[2:].reshape(2, 1)),
-        lambda v: {"a": v[:2], "name": "text", "number": 7, "nothing": None, "index": torch.arange(2), "b": v[2:]},
+        lambda v: {
+            "a": v[:2],
+            "name": "text",
+            "number": 7,
+            "nothing": None,
+            "index": torch.arange(2),
+            "b": v[2:],
+        },
     ],
     ids=["tensor", "dict", "list", "nested", "named tuple", "constants"],
 )
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(nu=3e-4), mn.Exact(), mn.MAML()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "estimator", [mn.FOBMAML(nu=3e-4), mn.Exact(), mn.MAML()], ids=lambda e: type(e).__name__
+)
 def test_any_structure(pack, estimator):
     problem = ridge(direct=True)
 
     def plain(tree):
         return whole(
-            torch.utils._pytree.tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else None, tree)
+            torch.utils._pytree.tree_map(
+                lambda leaf: (
+                    leaf if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else None
+                ),
+                tree,
+            )
         )
 
     def inner(x, phi):
@@ -55,13 +75,23 @@ def test_any_structure(pack, estimator):
         return problem.outer(plain(x), plain(phi))
 
     x, init = pack(problem.x), pack(problem.init)
-    solver = mn.GradientDescent(lr=0.4, steps=80) if isinstance(estimator, (mn.MAML, mn.FOBMAML)) else mn.LBFGS()
+    solver = (
+        mn.GradientDescent(lr=0.4, steps=80)
+        if isinstance(estimator, (mn.MAML, mn.FOBMAML))
+        else mn.LBFGS()
+    )
     result = mn.hypergradient(inner, outer, x, init, solver=solver, estimator=estimator)
     assert relative_error(whole(result.gradient), problem.truth) < 1e-6
     torch.testing.assert_close(plain(result.phi), problem.solution)
-    assert torch.utils._pytree.tree_structure(result.phi) == torch.utils._pytree.tree_structure(init)
+    assert torch.utils._pytree.tree_structure(result.phi) == torch.utils._pytree.tree_structure(
+        init
+    )
     for leaf, gradient in zip(
-        *(torch.utils._pytree.tree_leaves(t, is_leaf=lambda v: v is None) for t in (x, result.gradient)), strict=True
+        *(
+            torch.utils._pytree.tree_leaves(t, is_leaf=lambda v: v is None)
+            for t in (x, result.gradient)
+        ),
+        strict=True,
     ):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             assert gradient.shape == leaf.shape
@@ -83,7 +113,14 @@ def test_nothing_given_is_changed():
         mn.Exact(),
         mn.ESMAML(samples=1),
     ):
-        result = mn.hypergradient(problem.inner, problem.outer, x, init, solver=mn.GradientDescent(lr=0.2, steps=3), estimator=estimator)
+        result = mn.hypergradient(
+            problem.inner,
+            problem.outer,
+            x,
+            init,
+            solver=mn.GradientDescent(lr=0.2, steps=3),
+            estimator=estimator,
+        )
         assert not result.gradient.requires_grad
         assert not result.phi.requires_grad
     assert x.grad is None
@@ -102,7 +139,9 @@ def test_gradients_may_be_switched_off_outside(off):
 
 
 def test_random_numbers_are_the_same_in_every_solve():
-    """A fresh dropout mask in every evaluation would be noise that 1/ν amplifies; and who is outside sees none of it."""
+    """A fresh dropout mask in every evaluation would be noise that 1/ν amplifies; and who is
+    outside sees none of it.
+    """
     problem = ridge()
 
     def inner(x, phi):
@@ -110,7 +149,9 @@ def test_random_numbers_are_the_same_in_every_solve():
 
     state = torch.get_rng_state()
     exact, nudged, again, other = (
-        mn.hypergradient(inner, problem.outer, problem.x, problem.init, estimator=estimator, seed=seed).gradient
+        mn.hypergradient(
+            inner, problem.outer, problem.x, problem.init, estimator=estimator, seed=seed
+        ).gradient
         for estimator, seed in ((mn.Exact(), 0), (None, 0), (None, 0), (None, 1))
     )
     assert torch.equal(torch.get_rng_state(), state)
@@ -121,8 +162,13 @@ def test_random_numbers_are_the_same_in_every_solve():
 
 @pytest.mark.parametrize("nudge", ["loss", "gradient"])
 def test_gradients_that_share_a_tensor(nudge):
-    """a and b enter as a sum, so torch hands out one gradient tensor for both: overwriting it in place would count the nudge twice."""
-    x, init = torch.tensor(0.3, **DOUBLE), {"a": torch.zeros(2, **DOUBLE), "b": torch.ones(2, **DOUBLE)}
+    """a and b enter as a sum, so torch hands out one gradient tensor for both: overwriting it in
+    place would count the nudge twice.
+    """
+    x, init = (
+        torch.tensor(0.3, **DOUBLE),
+        {"a": torch.zeros(2, **DOUBLE), "b": torch.ones(2, **DOUBLE)},
+    )
 
     def inner(x, phi):
         return 0.5 * (phi["a"] + phi["b"] - x).square().sum()
@@ -135,19 +181,25 @@ def test_gradients_that_share_a_tensor(nudge):
         shared = torch.autograd.grad(inner(x, {"a": a, "b": b}), (a, b))
     assert shared[0].data_ptr() == shared[1].data_ptr()
     solver = mn.GradientDescent(lr=0.3, steps=60)
-    result = mn.hypergradient(inner, outer, x, init, solver=solver, estimator=mn.FOBMAML(nu=1e-4, nudge=nudge))
+    result = mn.hypergradient(
+        inner, outer, x, init, solver=solver, estimator=mn.FOBMAML(nu=1e-4, nudge=nudge)
+    )
     torch.testing.assert_close(result.gradient, 2 * 3 * x**2, rtol=1e-6, atol=0)  # a + b = x
 
 
 def test_a_module_with_weights_for_its_examples():
-    """Data hyper-cleaning in small: the weights of training examples of a tanh network, against the dense implicit gradient."""
+    """Data hyper-cleaning in small: the weights of training examples of a tanh network, against the
+    dense implicit gradient.
+    """
     setup = mlp(tasks=1, features=2, hidden=3, classes=2)
     model = setup.model.double()
     (inputs, labels), (validation, truth) = setup.tasks[0].support, setup.tasks[0].query
 
     def inner(x, phi):
         losses = F.cross_entropy(functional_call(model, phi, (inputs,)), labels, reduction="none")
-        return (torch.sigmoid(x) * losses).mean() + 0.05 * sum(p.square().sum() for p in phi.values())
+        return (torch.sigmoid(x) * losses).mean() + 0.05 * sum(
+            p.square().sum() for p in phi.values()
+        )
 
     def outer(x, phi):
         return F.cross_entropy(functional_call(model, phi, (validation,)), truth)
@@ -207,7 +259,12 @@ def test_functions_without_second_derivatives():
 
 @pytest.mark.parametrize(
     ("estimator", "grows"),
-    [(mn.FOBMAML(), False), (mn.FOBMAML(nudge="gradient"), False), (mn.FOBMAML(stencil="tangent"), False), (mn.MAML(), True)],
+    [
+        (mn.FOBMAML(), False),
+        (mn.FOBMAML(nudge="gradient"), False),
+        (mn.FOBMAML(stencil="tangent"), False),
+        (mn.MAML(), True),
+    ],
     ids=["difference", "gradient nudge", "tangent", "unrolled"],
 )
 def test_memory_against_steps(estimator, grows):
@@ -224,7 +281,14 @@ def test_memory_against_steps(estimator, grows):
     peaks = []
     for steps in (5, 40):
         with Allocations() as seen:
-            mn.hypergradient(inner, outer, x, init, solver=mn.GradientDescent(lr=0.1, steps=steps), estimator=estimator)
+            mn.hypergradient(
+                inner,
+                outer,
+                x,
+                init,
+                solver=mn.GradientDescent(lr=0.1, steps=steps),
+                estimator=estimator,
+            )
         peaks.append(seen.peak)
     if grows:
         assert peaks[1] > 4 * peaks[0]

@@ -23,10 +23,14 @@ def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapt(folder: Path, *flags: object) -> int:
-    return main(["adapt", str(folder / "run"), "--support", str(folder / "few.csv"), *map(str, flags)])
+    return main(
+        ["adapt", str(folder / "run"), "--support", str(folder / "few.csv"), *map(str, flags)]
+    )
 
 
-def test_labels_and_what_is_said(vectors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_and_what_is_said(
+    vectors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "labels.csv"
     assert adapt(vectors, "--predict", vectors / "rows.csv", "--out", out) == 0
     text = capsys.readouterr().out
@@ -53,7 +57,17 @@ def test_overwrite(vectors: Path, tmp_path: Path) -> None:
 def test_a_failure_on_the_way_leaves_the_old_file(vectors: Path, tmp_path: Path) -> None:
     (tmp_path / "out.csv").write_text("precious")
     (tmp_path / "rows.csv").write_text("x0,x1\n1,2\n")
-    assert adapt(vectors, "--predict", tmp_path / "rows.csv", "--out", tmp_path / "out.csv", "--overwrite") == 2
+    assert (
+        adapt(
+            vectors,
+            "--predict",
+            tmp_path / "rows.csv",
+            "--out",
+            tmp_path / "out.csv",
+            "--overwrite",
+        )
+        == 2
+    )
     assert (tmp_path / "out.csv").read_text() == "precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.csv", "rows.csv"]
 
@@ -71,7 +85,16 @@ def test_pictures_of_unseen_characters(
     omniglot_folder()
     run = omniglot_run(tmp_path_factory.getbasetemp() / "omniglot-run")
     support, predict = character_folders(tmp_path, ways=5, shots=5, queries=15, seed=0)
-    flags = ["--support", str(support), "--predict", str(predict), "--out", str(tmp_path / "labels.csv"), "--steps", "20"]
+    flags = [
+        "--support",
+        str(support),
+        "--predict",
+        str(predict),
+        "--out",
+        str(tmp_path / "labels.csv"),
+        "--steps",
+        "20",
+    ]
     assert main(["adapt", str(run), *flags]) == 0
     assert "of the 75 whose class is known are right" in capsys.readouterr().out
     with (tmp_path / "labels.csv").open(newline="") as file:

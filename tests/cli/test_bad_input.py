@@ -1,4 +1,6 @@
-"""Bad input ends with exit code 2 and a message that names the culprit and the fix; no traceback, nothing half-written."""
+"""Bad input ends with exit code 2 and a message that names the culprit and the fix; no traceback,
+nothing half-written.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from trained_runs import make_run, vector_run, vector_table, write_images
 
 Refuse = Callable[..., str]
 TINY = [
-    "--ways=2", "--shots=1", "--queries=2", "--model=mlp:hidden=(4,)", "--solver=gradient_descent:lr=0.1,steps=1",
+    "--ways=2", "--shots=1", "--queries=2", "--model=mlp:hidden=(4,)",
+    "--solver=gradient_descent:lr=0.1,steps=1",
     "--tasks=2", "--iterations=2", "--eval-tasks=2", "--test-tasks=2",
 ]  # fmt: skip
 
@@ -35,7 +38,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vector_table(folder / "few.csv", classes=3, each=4, first=40, seed=1)
     vector_table(folder / "rows.csv", classes=3, each=4, first=40, seed=2)
     write_images(folder / "photos", ["a", "b", "c"], 4)
-    pictures = TrainConfig(data=str(folder / "photos"), ways=2, shots=1, queries=1, data_options="splits=(1.0,0.0,0.0)", model="mlp")
+    pictures = TrainConfig(
+        data=str(folder / "photos"),
+        ways=2,
+        shots=1,
+        queries=1,
+        data_options="splits=(1.0,0.0,0.0)",
+        model="mlp",
+    )
     make_run(folder / "photo-run", pictures)
     make_run(folder / "sine-run", TrainConfig("sinusoid"))
     return folder
@@ -72,7 +82,11 @@ def refuse(here: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> Refuse
 
 
 def _tree(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file() or path.is_dir()}
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() or path.is_dir()
+    }
 
 
 def says(text: str, *parts: object) -> None:
@@ -80,7 +94,8 @@ def says(text: str, *parts: object) -> None:
         assert str(part) in text, f"{part!r} is not in: {text}"
 
 
-# --- metanudge -------------------------------------------------------------------------------------------------------
+# --- metanudge
+# --------------------------------------------------------------------------------------------------
 
 
 def test_unknown_command(refuse: Refuse) -> None:
@@ -88,27 +103,45 @@ def test_unknown_command(refuse: Refuse) -> None:
 
 
 def test_a_process_of_its_own(here: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "metanudge", "eval", "nowhere"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "metanudge", "eval", "nowhere"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     says(done.stderr, "There is no run nowhere")
     assert "Traceback" not in done.stderr
 
 
-# --- metanudge train -------------------------------------------------------------------------------------------------
+# --- metanudge train
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["mnist1d", "--estimator", "fobmal"], ["--estimator", "'fobmal'", "Did you mean 'fobmaml'?"]),
+        (
+            ["mnist1d", "--estimator", "fobmal"],
+            ["--estimator", "'fobmal'", "Did you mean 'fobmaml'?"],
+        ),
         (["mnist1d", "--estimator", "maml:nu=0.1"], ["--estimator maml", "'nu'"]),
-        (["mnist1d", "--solver", "gradient_descent:lrr=0.1,steps=5"], ["--solver", "'lrr'", "Did you mean 'lr'?"]),
+        (
+            ["mnist1d", "--solver", "gradient_descent:lrr=0.1,steps=5"],
+            ["--solver", "'lrr'", "Did you mean 'lr'?"],
+        ),
         (["mnist1d", "--solver", "gradient_descent:lr=-1,steps=5"], ["--solver", "lr", "-1"]),
         (["mnist1d", "--optimizer", "adm"], ["--optimizer", "'adm'", "Did you mean"]),
         (["mnist1d", "--model", "conv5"], ["--model", "'conv5'", "Did you mean 'conv4'?"]),
-        (["mnist1d", "--model", "no_such_module:Net"], ["--model no_such_module:Net", "cannot be imported"]),
-        (["mnist1d", "--data-options", "num_sample=2000"], ["--data-options", "'num_sample'", "Did you mean 'num_samples'?"]),
+        (
+            ["mnist1d", "--model", "no_such_module:Net"],
+            ["--model no_such_module:Net", "cannot be imported"],
+        ),
+        (
+            ["mnist1d", "--data-options", "num_sample=2000"],
+            ["--data-options", "'num_sample'", "Did you mean 'num_samples'?"],
+        ),
         (["omniglt"], ["'omniglt'", "Did you mean 'omniglot'?"]),
         (["no/such/folder"], ["no/such/folder", "There is no file or folder"]),
         ([], ["Name the data"]),
@@ -139,7 +172,18 @@ def test_train_with_too_few_classes(refuse: Refuse, made: Path) -> None:
 
 
 def test_train_with_too_few_examples(refuse: Refuse, made: Path) -> None:
-    text = refuse("train", made / "photos", "--ways", "2", "--shots", "3", "--queries", "9", "--data-options", "splits=(1.0,0.0,0.0)")
+    text = refuse(
+        "train",
+        made / "photos",
+        "--ways",
+        "2",
+        "--shots",
+        "3",
+        "--queries",
+        "9",
+        "--data-options",
+        "splits=(1.0,0.0,0.0)",
+    )
     says(text, "'a'", "4 examples", "shots=3 and queries=9 need 12", "Lower shots or queries")
 
 
@@ -173,7 +217,9 @@ def test_train_on_a_csv_without_the_column(refuse: Refuse, made: Path) -> None:
 
 
 @pytest.mark.parametrize("cell", ["nan", "inf", "", "abc"])
-def test_train_on_a_csv_with_a_cell_that_is_no_number(refuse: Refuse, here: Path, cell: str) -> None:
+def test_train_on_a_csv_with_a_cell_that_is_no_number(
+    refuse: Refuse, here: Path, cell: str
+) -> None:
     (here / "bad.csv").write_text(f"u,v,label\n1,2,a\n3,{cell},b\n")
     says(refuse("train", "bad.csv"), "bad.csv, line 3, column 'v'", "not a finite number")
 
@@ -182,7 +228,10 @@ def test_train_on_a_csv_with_a_cell_that_is_no_number(refuse: Refuse, here: Path
     ("text", "parts"),
     [
         ("{oops", ["config.json", "not valid JSON"]),
-        ('{"data": "mnist1d", "iteration": 5}', ["config.json", "'iteration'", "Did you mean 'iterations'?"]),
+        (
+            '{"data": "mnist1d", "iteration": 5}',
+            ["config.json", "'iteration'", "Did you mean 'iterations'?"],
+        ),
         ('{"data": "mnist1d", "ways": "three"}', ["config.json", "ways", "'three'"]),
         ("[1]", ["config.json", "list"]),
     ],
@@ -199,20 +248,29 @@ def test_train_into_a_folder_with_something_in_it(refuse: Refuse, here: Path, ma
 
 
 @pytest.mark.parametrize("out", ["file/run", "/proc/metanudge-run"])
-def test_train_where_nothing_can_be_written(refuse: Refuse, here: Path, made: Path, out: str) -> None:
+def test_train_where_nothing_can_be_written(
+    refuse: Refuse, here: Path, made: Path, out: str
+) -> None:
     (here / "file").write_text("x")
     if out.startswith("/proc") and not Path("/proc").is_dir():
         pytest.skip("this system has no /proc")
     says(refuse("train", made / "data.csv", *TINY, "--out", out), out)
 
 
-def test_resume_with_a_changed_model(refuse: Refuse, here: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_with_a_changed_model(
+    refuse: Refuse, here: Path, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", str(made / "data.csv"), *TINY, "--out", "run"]) == 0
     capsys.readouterr()
-    says(refuse("train", "--resume", "run", "--iterations", "4", "--model", "mlp:hidden=(8,)"), "model", "run")
+    says(
+        refuse("train", "--resume", "run", "--iterations", "4", "--model", "mlp:hidden=(8,)"),
+        "model",
+        "run",
+    )
 
 
-# --- Archives --------------------------------------------------------------------------------------------------------
+# --- Archives
+# --------------------------------------------------------------------------------------------------
 
 
 def archives(folder: Path, entry: str, *, link: bool = False) -> Path:
@@ -238,7 +296,13 @@ def archives(folder: Path, entry: str, *, link: bool = False) -> Path:
 )
 @pytest.mark.parametrize("command", ["train", "verify"])
 def test_archive_with_an_unsafe_entry(
-    refuse: Refuse, here: Path, monkeypatch: pytest.MonkeyPatch, command: str, entry: str, link: bool, reason: str
+    refuse: Refuse,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    entry: str,
+    link: bool,
+    reason: str,
 ) -> None:
     folder = archives(here / "omniglot", entry, link=link)
     if command == "train":
@@ -251,10 +315,17 @@ def test_archive_with_an_unsafe_entry(
 
 def test_archive_with_the_wrong_checksum(refuse: Refuse, tmp_path: Path) -> None:
     archives(tmp_path / "cache" / "omniglot", "images_background/x.png")
-    says(refuse("data", "verify", "omniglot"), "images_background.zip", "wrong checksum", _SHA256["images_background"], "Delete it")
+    says(
+        refuse("data", "verify", "omniglot"),
+        "images_background.zip",
+        "wrong checksum",
+        _SHA256["images_background"],
+        "Delete it",
+    )
 
 
-# --- metanudge eval --------------------------------------------------------------------------------------------------
+# --- metanudge eval
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -267,9 +338,15 @@ def test_archive_with_the_wrong_checksum(refuse: Refuse, tmp_path: Path) -> None
         (["{made}/run", "--steps", "5", "-1"], ["--steps -1"]),
         (["{made}/run", "--split", "tst"], ["--split", "tst", "test"]),
         (["{made}/run", "--checkpoint", "bset"], ["bset"]),
-        (["{made}/run", "--json", "no/such/folder.json"], ["--json no/such/folder.json", "Create it first"]),
+        (
+            ["{made}/run", "--json", "no/such/folder.json"],
+            ["--json no/such/folder.json", "Create it first"],
+        ),
         (["{made}/run", "--json", "."], ["--json .", "is a folder"]),
-        (["{made}/run", "--plot", "no/such/plot.png"], ["--plot no/such/plot.png", "Create it first"]),
+        (
+            ["{made}/run", "--plot", "no/such/plot.png"],
+            ["--plot no/such/plot.png", "Create it first"],
+        ),
         (["{made}/run", "--plot", "plot.xyz"], ["--plot plot.xyz", ".png"]),
         (["{made}/photo-run"], ["--split test", "0 classes"]),
         ([], ["RUN"]),
@@ -287,44 +364,162 @@ def test_a_damaged_checkpoint(refuse: Refuse, here: Path, made: Path, command: s
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    more = ["--tasks", "2"] if command == "eval" else ["--support", made / "few.csv", "--export", "model"]
+    more = (
+        ["--tasks", "2"]
+        if command == "eval"
+        else ["--support", made / "few.csv", "--export", "model"]
+    )
     says(refuse(command, "run", *more), "model.safetensors")
 
 
 def test_eval_when_the_data_have_moved(refuse: Refuse, here: Path, made: Path) -> None:
     shutil.copytree(made / "run", here / "run")
-    config = dataclasses.replace(TrainConfig.read(here / "run" / "config.json"), data="/no/such/place/data.csv")
+    config = dataclasses.replace(
+        TrainConfig.read(here / "run" / "config.json"), data="/no/such/place/data.csv"
+    )
     (here / "run" / "config.json").write_text(config.to_json())
     says(refuse("eval", "run"), "/no/such/place/data.csv")
 
 
-# --- metanudge adapt -------------------------------------------------------------------------------------------------
+# --- metanudge adapt
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["{made}/nowhere", "--support", "{made}/few.csv", "--export", "m"], ["There is no run", "nowhere"]),
+        (
+            ["{made}/nowhere", "--support", "{made}/few.csv", "--export", "m"],
+            ["There is no run", "nowhere"],
+        ),
         (["{made}/run", "--export", "m"], ["--support"]),
-        (["{made}/run", "--support", "{made}/few.csv"], ["Nothing to do", "--predict DIR --out FILE", "--export DIR"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--predict", "{made}/rows.csv"], ["--predict needs --out"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--out", "o.csv"], ["--out needs --predict"]),
-        (["{made}/run", "--support", "{made}/none", "--export", "m"], ["--support", "neither a folder nor a .csv"]),
-        (["{made}/run", "--support", "{made}/data.csv", "--export", "m"], ["20 classes", "3 ways", "--ways 20"]),
-        (["{made}/run", "--support", "{made}/photos", "--export", "m"], ["photos", "(1, 20, 20)", "6 numbers"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--export", "m", "--steps", "0"], ["--steps 0", "1 or more"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--export", "no/m"], ["--export no/m", "Create it first"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--export", "{made}/photos", "--overwrite"], ["not an exported model"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--predict", "{made}/no", "--out", "o.csv"], ["--predict", "does not exist"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--predict", "{made}/rows.csv", "--out", "{made}/few.csv"], ["--overwrite"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--predict", "{made}/rows.csv", "--out", "."], ["--out .", "is a folder"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--predict", "{made}/rows.csv", "--out", "no/o.csv"], ["Create it first"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--predict", "{made}/rows.csv", "--out", "/proc/o.csv"], ["--out /proc/o.csv"]),
-        (["{made}/run", "--support", "{made}/few.csv", "--predict", "{made}/photos", "--out", "o.csv"], ["a/0.png", "6 numbers"]),
-        (["{made}/sine-run", "--support", "{made}/few.csv", "--export", "m"], ["regression", "no classes"]),
-        (["{made}/photo-run", "--support", "{made}/photos", "--export", "m"], ["3 classes (a, b, c)", "2 ways"]),
+        (
+            ["{made}/run", "--support", "{made}/few.csv"],
+            ["Nothing to do", "--predict DIR --out FILE", "--export DIR"],
+        ),
+        (
+            ["{made}/run", "--support", "{made}/few.csv", "--predict", "{made}/rows.csv"],
+            ["--predict needs --out"],
+        ),
+        (
+            ["{made}/run", "--support", "{made}/few.csv", "--out", "o.csv"],
+            ["--out needs --predict"],
+        ),
+        (
+            ["{made}/run", "--support", "{made}/none", "--export", "m"],
+            ["--support", "neither a folder nor a .csv"],
+        ),
+        (
+            ["{made}/run", "--support", "{made}/data.csv", "--export", "m"],
+            ["20 classes", "3 ways", "--ways 20"],
+        ),
+        (
+            ["{made}/run", "--support", "{made}/photos", "--export", "m"],
+            ["photos", "(1, 20, 20)", "6 numbers"],
+        ),
+        (
+            ["{made}/run", "--support", "{made}/few.csv", "--export", "m", "--steps", "0"],
+            ["--steps 0", "1 or more"],
+        ),
+        (
+            ["{made}/run", "--support", "{made}/few.csv", "--export", "no/m"],
+            ["--export no/m", "Create it first"],
+        ),
+        (
+            [
+                "{made}/run",
+                "--support",
+                "{made}/few.csv",
+                "--export",
+                "{made}/photos",
+                "--overwrite",
+            ],
+            ["not an exported model"],
+        ),
+        (
+            [
+                "{made}/run",
+                "--support",
+                "{made}/few.csv",
+                "--predict",
+                "{made}/no",
+                "--out",
+                "o.csv",
+            ],
+            ["--predict", "does not exist"],
+        ),
+        (
+            [
+                "{made}/run",
+                "--support",
+                "{made}/few.csv",
+                "--predict",
+                "{made}/rows.csv",
+                "--out",
+                "{made}/few.csv",
+            ],
+            ["--overwrite"],
+        ),
+        (
+            [
+                "{made}/run",
+                "--support",
+                "{made}/few.csv",
+                "--predict",
+                "{made}/rows.csv",
+                "--out",
+                ".",
+            ],
+            ["--out .", "is a folder"],
+        ),
+        (
+            [
+                "{made}/run",
+                "--support",
+                "{made}/few.csv",
+                "--predict",
+                "{made}/rows.csv",
+                "--out",
+                "no/o.csv",
+            ],
+            ["Create it first"],
+        ),
+        (
+            [
+                "{made}/run",
+                "--support",
+                "{made}/few.csv",
+                "--predict",
+                "{made}/rows.csv",
+                "--out",
+                "/proc/o.csv",
+            ],
+            ["--out /proc/o.csv"],
+        ),
+        (
+            [
+                "{made}/run",
+                "--support",
+                "{made}/few.csv",
+                "--predict",
+                "{made}/photos",
+                "--out",
+                "o.csv",
+            ],
+            ["a/0.png", "6 numbers"],
+        ),
+        (
+            ["{made}/sine-run", "--support", "{made}/few.csv", "--export", "m"],
+            ["regression", "no classes"],
+        ),
+        (
+            ["{made}/photo-run", "--support", "{made}/photos", "--export", "m"],
+            ["3 classes (a, b, c)", "2 ways"],
+        ),
     ],
-    ids=lambda value: " ".join(value[2:])[:60] if isinstance(value, list) and len(value) > 2 else None,
+    ids=lambda value: (
+        " ".join(value[2:])[:60] if isinstance(value, list) and len(value) > 2 else None
+    ),
 )
 def test_adapt_flags(refuse: Refuse, made: Path, flags: list[str], parts: list[str]) -> None:
     says(refuse("adapt", *(flag.format(made=made) for flag in flags)), *parts)
@@ -333,8 +528,17 @@ def test_adapt_flags(refuse: Refuse, made: Path, flags: list[str], parts: list[s
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
-        (lambda few: [file.rename(file.with_suffix(".txt")).write_text("x") for file in (few / "b").iterdir()], ["few/b", "no examples"]),
-        (lambda few: (few / "b" / "0.png").write_bytes(b"\x89PNG broken"), ["b/0.png", "cannot be read"]),
+        (
+            lambda few: [
+                file.rename(file.with_suffix(".txt")).write_text("x")
+                for file in (few / "b").iterdir()
+            ],
+            ["few/b", "no examples"],
+        ),
+        (
+            lambda few: (few / "b" / "0.png").write_bytes(b"\x89PNG broken"),
+            ["b/0.png", "cannot be read"],
+        ),
         (lambda few: [file.unlink() for file in (few / "b").iterdir()], ["few/b", "is empty"]),
         (lambda few: shutil.rmtree(few / "b"), ["1 classes (a)", "2 ways"]),
         (lambda few: (few / "b" / "deeper").mkdir(), ["b/deeper", "folder inside a class folder"]),
@@ -347,7 +551,19 @@ def test_adapt_with_a_bad_support_folder(
 ) -> None:
     write_images(here / "few", ["a", "b"], 2)
     spoil(here / "few")
-    says(refuse("adapt", made / "photo-run", "--support", "few", "--predict", made / "photos", "--out", "o.csv"), *parts)
+    says(
+        refuse(
+            "adapt",
+            made / "photo-run",
+            "--support",
+            "few",
+            "--predict",
+            made / "photos",
+            "--out",
+            "o.csv",
+        ),
+        *parts,
+    )
 
 
 def test_adapt_with_a_bad_file_among_the_good(refuse: Refuse, here: Path, made: Path) -> None:
@@ -355,24 +571,58 @@ def test_adapt_with_a_bad_file_among_the_good(refuse: Refuse, here: Path, made: 
     write_images(here / "unknown", ["x"], 3)
     (here / "unknown" / "x" / "2.png").write_text("not an image")
     says(
-        refuse("adapt", made / "photo-run", "--support", "few", "--predict", "unknown", "--out", "o.csv"), "unknown/x/2.png", "move other"
+        refuse(
+            "adapt",
+            made / "photo-run",
+            "--support",
+            "few",
+            "--predict",
+            "unknown",
+            "--out",
+            "o.csv",
+        ),
+        "unknown/x/2.png",
+        "move other",
     )
 
 
 def test_adapt_on_an_empty_folder(refuse: Refuse, here: Path, made: Path) -> None:
     (here / "unknown").mkdir()
-    text = refuse("adapt", made / "run", "--support", made / "few.csv", "--predict", "unknown", "--out", "o.csv")
+    text = refuse(
+        "adapt",
+        made / "run",
+        "--support",
+        made / "few.csv",
+        "--predict",
+        "unknown",
+        "--out",
+        "o.csv",
+    )
     says(text, "--predict unknown holds no files")
 
 
 def test_adapt_with_a_table_without_labels(refuse: Refuse, here: Path, made: Path) -> None:
     (here / "few.csv").write_text((made / "few.csv").read_text().replace("label", "species"))
-    says(refuse("adapt", made / "run", "--support", "few.csv", "--export", "m"), "few.csv", "no column 'label'", "species")
+    says(
+        refuse("adapt", made / "run", "--support", "few.csv", "--export", "m"),
+        "few.csv",
+        "no column 'label'",
+        "species",
+    )
 
 
 def test_adapt_with_a_table_without_a_column(refuse: Refuse, here: Path, made: Path) -> None:
     (here / "rows.csv").write_text((made / "rows.csv").read_text().replace("x3", "y3"))
-    text = refuse("adapt", made / "run", "--support", made / "few.csv", "--predict", "rows.csv", "--out", "o.csv")
+    text = refuse(
+        "adapt",
+        made / "run",
+        "--support",
+        made / "few.csv",
+        "--predict",
+        "rows.csv",
+        "--out",
+        "o.csv",
+    )
     says(text, "rows.csv", "no column 'x3'")
 
 
@@ -380,11 +630,21 @@ def test_adapt_with_nan_in_a_table(refuse: Refuse, here: Path, made: Path) -> No
     lines = (made / "rows.csv").read_text().splitlines()
     lines[2] = ",".join(["nan", *lines[2].split(",")[1:]])
     (here / "rows.csv").write_text("\n".join(lines))
-    text = refuse("adapt", made / "run", "--support", made / "few.csv", "--predict", "rows.csv", "--out", "o.csv")
+    text = refuse(
+        "adapt",
+        made / "run",
+        "--support",
+        made / "few.csv",
+        "--predict",
+        "rows.csv",
+        "--out",
+        "o.csv",
+    )
     says(text, "rows.csv, line 3, column 'x0'", "not a finite number")
 
 
-# --- metanudge data, metanudge doctor --------------------------------------------------------------------------------
+# --- metanudge data, metanudge doctor
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -409,7 +669,12 @@ def test_data_fetch_without_a_network(refuse: Refuse, monkeypatch: pytest.Monkey
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("pooch.retrieve", offline)
-    says(refuse("data", "fetch", "omniglot"), "images_background.zip", "no route to host", "METANUDGE_DATA")
+    says(
+        refuse("data", "fetch", "omniglot"),
+        "images_background.zip",
+        "no route to host",
+        "METANUDGE_DATA",
+    )
 
 
 def test_train_without_a_network(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +682,13 @@ def test_train_without_a_network(refuse: Refuse, monkeypatch: pytest.MonkeyPatch
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("pooch.retrieve", offline)
-    says(refuse("train", "omniglot"), "images_background.zip", "no route to host", "METANUDGE_DATA", "--data-options root=FOLDER")
+    says(
+        refuse("train", "omniglot"),
+        "images_background.zip",
+        "no route to host",
+        "METANUDGE_DATA",
+        "--data-options root=FOLDER",
+    )
 
 
 def test_doctor_takes_no_arguments(refuse: Refuse) -> None:

@@ -16,7 +16,9 @@ Install = Callable[[str], None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Nothing is installed but what is asked for: distributions with commands, by the text of their module."""
+    """Nothing is installed but what is asked for: distributions with commands, by the text of their
+    module.
+    """
     places: list[str] = []
     monkeypatch.setattr(sys, "path", places)
 
@@ -33,7 +35,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return one
 
 
-def test_without_others_there_are_our_own(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_others_there_are_our_own(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert available() == OWN
     assert main(["bench"]) == 2
     assert "there is no command 'bench'" in (said := capsys.readouterr().err)
@@ -52,7 +56,9 @@ def run(argv):
 """
 
 
-def test_a_distribution_adds_commands_and_takes_none(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_distribution_adds_commands_and_takes_none(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
     install(GREET)
     assert main(["--help"]) == 0
     assert "greet     says hello" in (said := capsys.readouterr().out)
@@ -63,7 +69,9 @@ def test_a_distribution_adds_commands_and_takes_none(install: Install, capsys: p
     assert "Did you mean 'greet'?" in capsys.readouterr().err
 
 
-def test_a_broken_distribution_is_named_and_harms_nothing(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_distribution_is_named_and_harms_nothing(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
     install("import nothing_of_this_name")
     install(GREET)
     assert main(["greet"]) == 7

@@ -29,7 +29,16 @@ def mnist1d(cache: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 def test_list(mnist1d: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "list"]) == 0
     text = capsys.readouterr().out
-    for part in ("mnist1d:", "omniglot:", "sinusoid:", "Apache-2.0", "MIT", "Lake", f"{mnist1d} (3.9 MB)", "METANUDGE_DATA"):
+    for part in (
+        "mnist1d:",
+        "omniglot:",
+        "sinusoid:",
+        "Apache-2.0",
+        "MIT",
+        "Lake",
+        f"{mnist1d} (3.9 MB)",
+        "METANUDGE_DATA",
+    ):
         assert part in text
 
 
@@ -71,12 +80,18 @@ def test_verify_finds_a_blank_drawing(cache: Path, capsys: pytest.CaptureFixture
     images = np.ones((1623, 20, 28, 28), dtype=np.uint8)
     images[7, 2] = 0
     (cache / "omniglot").mkdir(parents=True)
-    np.savez(cache / "omniglot" / "omniglot_28.npz", images=images, class_names=np.array([f"A/character{i:04d}" for i in range(1623)]))
+    np.savez(
+        cache / "omniglot" / "omniglot_28.npz",
+        images=images,
+        class_names=np.array([f"A/character{i:04d}" for i in range(1623)]),
+    )
     assert main(["data", "verify", "omniglot"]) == 2
     assert "drawing 3 of A/character0007 is blank" in capsys.readouterr().out
 
 
-def test_verify_the_real_omniglot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_the_real_omniglot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "omniglot_28.npz").symlink_to(omniglot_folder() / "omniglot_28.npz")
     monkeypatch.setenv("METANUDGE_DATA", str(tmp_path / "copy"))

@@ -26,7 +26,19 @@ def test_everything_is_shown_and_passes(capsys: pytest.CaptureFixture[str]) -> N
     threads = torch.get_num_threads()
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    for word in ("metanudge", "python", "torch", "numpy", "cpu", "memory", "cache", "mnist1d", "omniglot", "tensorboard", "PASS"):
+    for word in (
+        "metanudge",
+        "python",
+        "torch",
+        "numpy",
+        "cpu",
+        "memory",
+        "cache",
+        "mnist1d",
+        "omniglot",
+        "tensorboard",
+        "PASS",
+    ):
         assert word in text
     assert "FAIL" not in text
     assert torch.get_num_threads() == threads
@@ -35,11 +47,17 @@ def test_everything_is_shown_and_passes(capsys: pytest.CaptureFixture[str]) -> N
 def test_both_engines_and_the_main_estimators_are_checked() -> None:
     checks = self_test()
     assert {check.engine for check in checks} == {"stacked", "inplace"}
-    assert {check.estimator.split()[0].rstrip(",") for check in checks} == {"FOBMAML", "IMAML", "MAML"}
+    assert {check.estimator.split()[0].rstrip(",") for check in checks} == {
+        "FOBMAML",
+        "IMAML",
+        "MAML",
+    }
     assert all(check.passed for check in checks)
 
 
-def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_gradient_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     correct = MetaLearner.meta_gradient
 
     def wrong(self: MetaLearner, *args: Any, **options: Any) -> Any:
@@ -61,12 +79,18 @@ def test_the_oracle_is_the_implicit_gradient() -> None:
     model, tasks = doctor._problem()
     oracle = doctor._dense_oracle(model, tasks)
     solver = GradientDescent(lr=0.4, steps=60)
-    learner = MetaLearner(model, torch.nn.functional.cross_entropy, lam=doctor._LAM, solver=solver, estimator=Exact())
+    learner = MetaLearner(
+        model, torch.nn.functional.cross_entropy, lam=doctor._LAM, solver=solver, estimator=Exact()
+    )
     gradient, _ = learner.meta_gradient(tasks)
-    torch.testing.assert_close(torch.cat([leaf.flatten() for leaf in gradient.values()]), oracle, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        torch.cat([leaf.flatten() for leaf in gradient.values()]), oracle, rtol=1e-12, atol=1e-14
+    )
 
 
-def test_what_is_not_reproducible_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_reproducible_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
@@ -94,7 +118,9 @@ def test_what_is_not_reproducible_is_said(tmp_path: Path, capsys: pytest.Capture
         ({"torch": str(torch.__version__)}, "the same as here"),
     ],
 )
-def test_a_run_is_compared_with_this_machine(tmp_path: Path, recorded: dict[str, Any] | None, said: str) -> None:
+def test_a_run_is_compared_with_this_machine(
+    tmp_path: Path, recorded: dict[str, Any] | None, said: str
+) -> None:
     run = make_run(tmp_path / "run", TrainConfig("sinusoid"))
     state = {} if recorded is None else {"environment": recorded}
     CheckpointStore(run / "checkpoints").save(1, {"model": {"w": torch.ones(1)}}, state)

@@ -16,7 +16,8 @@ from metanudge.training import runs
 from metanudge.training.checkpoint import CheckpointError, CheckpointStore
 
 TINY = [
-    "--model", "mlp:hidden=(4,)", "--solver", "gradient_descent:lr=0.01,steps=1", "--tasks", "2", "--iterations", "3",
+    "--model", "mlp:hidden=(4,)", "--solver", "gradient_descent:lr=0.01,steps=1", "--tasks", "2",
+    "--iterations", "3",
     "--eval-every", "2", "--eval-tasks", "2", "--test-tasks", "2", "--device", "cpu",
 ]  # fmt: skip
 
@@ -42,13 +43,21 @@ def tree(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["trian"], ["train", "--iteratons", "3"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["train", "--help"], ["--version"], ["trian"], ["train", "--iteratons", "3"]],
+)
 def test_help_and_flag_errors_load_no_torch(arguments: list[str]) -> None:
     code = (
-        "import sys\nfrom metanudge.cli import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\nsys.exit('torch' in sys.modules)"
+        "import sys\nfrom metanudge.cli import main\ntry:\n    main(sys.argv[1:])\nexcept"
+        " SystemExit:\n    pass\nsys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code, *arguments], check=False, capture_output=True).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, *arguments], check=False, capture_output=True
+        ).returncode
+        == 0
+    )
 
 
 def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,8 +80,11 @@ def test_no_command_and_a_wrong_one(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_from_flags_another_from_its_config_and_a_resume(here: Path) -> None:
     assert call("train", "sinusoid", *TINY, "--out", "a") == 0
     assert call("train", "--config", "a/config.json", "--out", "b") == 0
-    assert (here / "a" / "metrics.jsonl").read_bytes() == (here / "b" / "metrics.jsonl").read_bytes()
-    assert call("train", "--config", "a/config.json", "--seed", "1") == 0  # into runs/sinusoid-TIME, not into a
+    assert (here / "a" / "metrics.jsonl").read_bytes() == (
+        here / "b" / "metrics.jsonl"
+    ).read_bytes()
+    # into runs/sinusoid-TIME, not into a
+    assert call("train", "--config", "a/config.json", "--seed", "1") == 0
     (default,) = (here / "runs").iterdir()
     assert runs.read_config(default).seed == 1
     assert call("train", "--resume", "a", "--iterations", "5") == 0
@@ -81,10 +93,26 @@ def test_a_run_from_flags_another_from_its_config_and_a_resume(here: Path) -> No
 
 def test_your_own_data_from_a_folder_and_a_csv(here: Path) -> None:
     draw = torch.Generator().manual_seed(0)
-    rows = ["a,b,species"] + [f"{c + x:.3f},{x:.3f},kind{c}" for c in range(12) for x in torch.rand(6, generator=draw).tolist()]
+    rows = ["a,b,species"] + [
+        f"{c + x:.3f},{x:.3f},kind{c}"
+        for c in range(12)
+        for x in torch.rand(6, generator=draw).tolist()
+    ]
     (here / "flowers.csv").write_text("\n".join(rows))
     few = ["--ways", "2", "--shots", "1", "--queries", "2"]
-    assert call("train", "flowers.csv", "--data-options", "label=species,splits=(0.5,0.25,0.25)", *few, *TINY, "--out", "csv") == 0
+    assert (
+        call(
+            "train",
+            "flowers.csv",
+            "--data-options",
+            "label=species,splits=(0.5,0.25,0.25)",
+            *few,
+            *TINY,
+            "--out",
+            "csv",
+        )
+        == 0
+    )
     assert Path(runs.read_config(here / "csv").data).is_absolute()
     assert runs.load("csv").source.input_shape == (2,)
     for name in "abcdefghijkl":
@@ -93,7 +121,9 @@ def test_your_own_data_from_a_folder_and_a_csv(here: Path) -> None:
             pixels = torch.randint(0, 256, (20, 20), generator=draw, dtype=torch.uint8)
             Image.fromarray(pixels.numpy()).save(here / "photos" / name / f"{number}.png")
     options = "image_size=16,splits=(0.5,0.25,0.25)"
-    assert call("train", "photos", "--data-options", options, *few, *TINY[2:], "--out", "images") == 0
+    assert (
+        call("train", "photos", "--data-options", options, *few, *TINY[2:], "--out", "images") == 0
+    )
     assert runs.read_config(here / "images").model == "conv4"
 
 
@@ -118,46 +148,99 @@ CASES = {
     "file of another kind": (["train", "note.txt"], ["note.txt", ".csv"]),
     "empty folder": (["train", "empty"], ["empty", "sub-folder"]),
     "unreadable image": (["train", "broken"], ["x.png"]),
-    "csv without the column": (["train", "few.csv", "--data-options", "label=kind"], ["kind", "label"]),
+    "csv without the column": (
+        ["train", "few.csv", "--data-options", "label=kind"],
+        ["kind", "label"],
+    ),
     "too few classes": (["train", "few.csv", "--ways", "5"], ["ways=5"]),
     "one class": (["train", "few.csv", "--ways", "1"], ["ways=1", "2 or more"]),
-    "too few examples": (["train", "wide.csv", "--ways", "2", "--shots", "10", "--queries", "10"], ["shots=10", "queries=10"]),
-    "unknown data option": (["train", "mnist1d", "--data-options", "num_sample=100"], ["num_sample", "num_samples"]),
-    "data option with a flag of its own": (["train", "mnist1d", "--data-options", "ways=2"], ["--ways 2"]),
+    "too few examples": (
+        ["train", "wide.csv", "--ways", "2", "--shots", "10", "--queries", "10"],
+        ["shots=10", "queries=10"],
+    ),
+    "unknown data option": (
+        ["train", "mnist1d", "--data-options", "num_sample=100"],
+        ["num_sample", "num_samples"],
+    ),
+    "data option with a flag of its own": (
+        ["train", "mnist1d", "--data-options", "ways=2"],
+        ["--ways 2"],
+    ),
     "ways for regression": (["train", "sinusoid", "--ways", "3"], ["--ways", "regression"]),
     "unknown flag": (["train", "sinusoid", "--iteratons", "3"], ["--iteratons", "--iterations"]),
     "flag of the wrong type": (["train", "sinusoid", "--tasks", "many"], ["--tasks", "many"]),
     "unknown choice": (["train", "sinusoid", "--schedule", "linear"], ["--schedule", "linear"]),
     "no steps": (["train", "sinusoid", "--iterations", "0"], ["--iterations 0"]),
     "negative stiffness": (["train", "sinusoid", "--lam", "-1"], ["--lam -1"]),
-    "unknown estimator": (["train", "sinusoid", "--estimator", "fobmalm"], ["fobmalm", "Did you mean 'fobmaml'?"]),
-    "unknown estimator option": (["train", "sinusoid", "--estimator", "fobmaml:mu=1"], ["mu", "Did you mean 'nu'?"]),
+    "unknown estimator": (
+        ["train", "sinusoid", "--estimator", "fobmalm"],
+        ["fobmalm", "Did you mean 'fobmaml'?"],
+    ),
+    "unknown estimator option": (
+        ["train", "sinusoid", "--estimator", "fobmaml:mu=1"],
+        ["mu", "Did you mean 'nu'?"],
+    ),
     "bad estimator value": (["train", "sinusoid", "--estimator", "fobmaml:nu=-1"], ["nu", "-1"]),
-    "unknown solver": (["train", "sinusoid", "--solver", "gradient"], ["gradient", "gradient_descent"]),
-    "solver without its steps": (["train", "sinusoid", "--solver", "gradient_descent:lr=1"], ["steps"]),
-    "estimator that cannot use the solver": (["train", "sinusoid", "--estimator", "maml", "--solver", "lbfgs"], ["MAML", "LBFGS"]),
-    "engine that the estimator cannot use": (["train", "sinusoid", "--estimator", "maml", "--engine", "inplace"], ["MAML", "stacked"]),
-    "unknown optimizer": (["train", "sinusoid", "--optimizer", "adamm:lr=1"], ["adamm", "Did you mean 'adam"]),
+    "unknown solver": (
+        ["train", "sinusoid", "--solver", "gradient"],
+        ["gradient", "gradient_descent"],
+    ),
+    "solver without its steps": (
+        ["train", "sinusoid", "--solver", "gradient_descent:lr=1"],
+        ["steps"],
+    ),
+    "estimator that cannot use the solver": (
+        ["train", "sinusoid", "--estimator", "maml", "--solver", "lbfgs"],
+        ["MAML", "LBFGS"],
+    ),
+    "engine that the estimator cannot use": (
+        ["train", "sinusoid", "--estimator", "maml", "--engine", "inplace"],
+        ["MAML", "stacked"],
+    ),
+    "unknown optimizer": (
+        ["train", "sinusoid", "--optimizer", "adamm:lr=1"],
+        ["adamm", "Did you mean 'adam"],
+    ),
     "bad optimizer value": (["train", "sinusoid", "--optimizer", "adam:lr=-1"], ["adam", "-1"]),
-    "unknown model": (["train", "sinusoid", "--model", "conv5"], ["conv5", "Did you mean 'conv4'?"]),
+    "unknown model": (
+        ["train", "sinusoid", "--model", "conv5"],
+        ["conv5", "Did you mean 'conv4'?"],
+    ),
     "model that does not fit": (["train", "sinusoid", "--model", "conv4"], ["conv4"]),
     "model that is nowhere": (["train", "sinusoid", "--model", "my_nets:Net"], ["my_nets"]),
-    "model that is no model": (["train", "sinusoid", "--model", "os:getcwd"], ["os:getcwd", "nn.Module"]),
+    "model that is no model": (
+        ["train", "sinusoid", "--model", "os:getcwd"],
+        ["os:getcwd", "nn.Module"],
+    ),
     "run folder not empty": (["train", "sinusoid", "--out", "full"], ["full", "thesis.tex"]),
     "run folder is a file": (["train", "sinusoid", "--out", "note.txt"], ["note.txt"]),
-    "run folder cannot be made": (["train", "sinusoid", *TINY, "--out", "note.txt/run"], ["note.txt"]),
-    "unknown setting in a file": (["train", "sinusoid", "--config", "bad.json"], ["bad.json", "iteratons", "iterations"]),
+    "run folder cannot be made": (
+        ["train", "sinusoid", *TINY, "--out", "note.txt/run"],
+        ["note.txt"],
+    ),
+    "unknown setting in a file": (
+        ["train", "sinusoid", "--config", "bad.json"],
+        ["bad.json", "iteratons", "iterations"],
+    ),
     "file that is no JSON": (["train", "sinusoid", "--config", "not.json"], ["not.json"]),
     "file that is not there": (["train", "sinusoid", "--config", "gone.json"], ["gone.json"]),
     "resume of nothing": (["train", "--resume", "gone"], ["gone"]),
     "resume of no run": (["train", "--resume", "full"], ["full", "config.json"]),
-    "resume and config": (["train", "--resume", "full", "--config", "bad.json"], ["--resume", "--config"]),
-    "precision against dtype": (["train", "sinusoid", "--precision", "bf16", "--dtype", "float64"], ["bf16", "float64"]),
+    "resume and config": (
+        ["train", "--resume", "full", "--config", "bad.json"],
+        ["--resume", "--config"],
+    ),
+    "precision against dtype": (
+        ["train", "sinusoid", "--precision", "bf16", "--dtype", "float64"],
+        ["bf16", "float64"],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_named_and_nothing_is_written(here: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_bad_input_is_named_and_nothing_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
     bad_data(here)
     before = tree(here)
     arguments, words = CASES[case]
@@ -181,7 +264,9 @@ def test_an_extra_that_is_not_installed(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else find(module))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda module: None if module == name else find(module)
+    )
     assert call("train", "sinusoid", f"--{name}") == 2
     assert f"pip install 'metanudge[{name}]'" in capsys.readouterr().err
     assert tree(here) == []
@@ -191,7 +276,9 @@ def test_a_full_disk_stops_the_run_with_a_message(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object, **options: object) -> None:
-        raise CheckpointError(here / "run", "could not be written: no space left on device", "Free some space.")
+        raise CheckpointError(
+            here / "run", "could not be written: no space left on device", "Free some space."
+        )
 
     monkeypatch.setattr(CheckpointStore, "save", full)
     assert call("train", "sinusoid", *TINY, "--out", "run") == 6

@@ -1,4 +1,6 @@
-"""Chains of plain layers take a path of their own on the stacked engine; it must compute what the general one computes."""
+"""Chains of plain layers take a path of their own on the stacked engine; it must compute what the
+general one computes.
+"""
 
 import pytest
 import torch
@@ -25,13 +27,17 @@ def perceptron():
 
 
 def batchnorm_without_channels():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.GELU(), nn.Dropout(0.0), nn.Linear(5, 3, bias=False)), (6,)
+    return nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.GELU(), nn.Dropout(0.0), nn.Linear(5, 3, bias=False)
+    ), (6,)
 
 
 def odds_and_ends():
     model = nn.Sequential(
         nn.Conv1d(2, 4, 3, stride=2, dilation=2, bias=False),
-        nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.SiLU(), nn.MaxPool1d(3, stride=1), nn.AvgPool1d(2)),
+        nn.Sequential(
+            nn.BatchNorm1d(4, affine=False), nn.SiLU(), nn.MaxPool1d(3, stride=1), nn.AvgPool1d(2)
+        ),
         nn.Conv1d(4, 4, 3, padding="same"),
         nn.ReLU(),
         nn.AdaptiveAvgPool1d(2),
@@ -49,8 +55,19 @@ def tied():
 
 
 MODELS = (conv_1d, conv_2d, perceptron, batchnorm_without_channels, odds_and_ends, tied)
-ESTIMATORS = (mn.FOBMAML(), mn.FOBMAML(nudge="gradient", start="solution"), mn.FOMAML(), mn.Reptile())
-SECOND_ORDER = (mn.MAML(), mn.MAML(truncate=2), mn.MAML(truncate=0), mn.IMAML(cg_steps=3), mn.FOBMAML(stencil="tangent"))
+ESTIMATORS = (
+    mn.FOBMAML(),
+    mn.FOBMAML(nudge="gradient", start="solution"),
+    mn.FOMAML(),
+    mn.Reptile(),
+)
+SECOND_ORDER = (
+    mn.MAML(),
+    mn.MAML(truncate=2),
+    mn.MAML(truncate=0),
+    mn.IMAML(cg_steps=3),
+    mn.FOBMAML(stencil="tangent"),
+)
 
 
 def problem(make, training=True):
@@ -64,13 +81,17 @@ def problem(make, training=True):
 
 def result(model, tasks, estimator, solver=mn.GradientDescent, **options):
     solver = solver(lr=0.05, steps=3, batch_size=5)
-    learner = mn.MetaLearner(model, nn.functional.cross_entropy, solver=solver, estimator=estimator, **options)
+    learner = mn.MetaLearner(
+        model, nn.functional.cross_entropy, solver=solver, estimator=estimator, **options
+    )
     gradient, stats = learner.meta_gradient(tasks, seed=3)
     return torch.cat([g.flatten() for g in gradient.values()]), stats, rounding(learner)
 
 
 def rounding(learner):
-    """Relative: sums of a few hundred terms come out within 1e-12 in any order; a difference divides what rounding did to φ by ν."""
+    """Relative: sums of a few hundred terms come out within 1e-12 in any order; a difference
+    divides what rounding did to φ by ν.
+    """
     look = learner.tuner.last
     return 1e-12 + (4 * look.rounding[-1] if look else 0.0)
 
@@ -94,7 +115,9 @@ def test_equals_the_general_path_and_the_module_itself(make, estimator, training
     assert all(torch.equal(b, kept) for b, kept in zip(model.buffers(), buffers, strict=True))
 
 
-@pytest.mark.parametrize("solver", [mn.GradientDescent, mn.Nesterov], ids=lambda solver: solver.__name__)
+@pytest.mark.parametrize(
+    "solver", [mn.GradientDescent, mn.Nesterov], ids=lambda solver: solver.__name__
+)
 @pytest.mark.parametrize("estimator", SECOND_ORDER, ids=str)
 @pytest.mark.parametrize("make", MODELS)
 def test_second_derivatives_equal_those_of_the_general_path(make, estimator, solver, monkeypatch):
@@ -103,7 +126,15 @@ def test_second_derivatives_equal_those_of_the_general_path(make, estimator, sol
     monkeypatch.setattr(Chain, "of", lambda problem: None)
     general, general_stats, _ = result(model, tasks, estimator, solver, engine="stacked")
     assert float((folded - general).norm()) <= 1e-11 * float(general.norm())
-    for key in ("query_loss", "residual_start", "residual", "delta", "support_gradients", "query_gradients", "hessian_products"):
+    for key in (
+        "query_loss",
+        "residual_start",
+        "residual",
+        "delta",
+        "support_gradients",
+        "query_gradients",
+        "hessian_products",
+    ):
         assert getattr(stats, key) == pytest.approx(getattr(general_stats, key), rel=1e-11), key
 
 
@@ -113,7 +144,11 @@ def test_hessian_products_are_those_of_the_general_path(nudged, monkeypatch):
     two_level = mn.MetaLearner(model, nn.functional.cross_entropy).problem()
     g = torch.Generator().manual_seed(2)
     d, v = (
-        {n: 0.1 * torch.randn(2 * ROWS, *p.shape, generator=g, dtype=p.dtype) for n, p in two_level.parameters.items()} for _ in range(2)
+        {
+            n: 0.1 * torch.randn(2 * ROWS, *p.shape, generator=g, dtype=p.dtype)
+            for n, p in two_level.parameters.items()
+        }
+        for _ in range(2)
     )
     offsets = torch.linspace(-0.5, 0.5, 2 * ROWS, dtype=torch.float64) if nudged else None
 
@@ -130,9 +165,16 @@ def test_hessian_products_are_those_of_the_general_path(nudged, monkeypatch):
 def test_a_loss_without_curvature_has_hessian_products_of_zero():
     model = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
     x = torch.randn(2, 4, 3, dtype=torch.float64)
-    learner = mn.MetaLearner(model, lambda output, target: (output * target).mean(), estimator=mn.IMAML(cg_steps=2), engine="stacked")
+    learner = mn.MetaLearner(
+        model,
+        lambda output, target: (output * target).mean(),
+        estimator=mn.IMAML(cg_steps=2),
+        engine="stacked",
+    )
     exact = torch.einsum("tei,te->i", x, torch.ones(2, 4, dtype=torch.float64)) / 8
-    gradient, _ = learner.meta_gradient(mn.TaskBatch((x, torch.ones(2, 4, 1).double()), (x, torch.ones(2, 4, 1).double())))
+    gradient, _ = learner.meta_gradient(
+        mn.TaskBatch((x, torch.ones(2, 4, 1).double()), (x, torch.ones(2, 4, 1).double()))
+    )
     assert torch.allclose(gradient["0.weight"][0], exact, rtol=1e-12)
 
 

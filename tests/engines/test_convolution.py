@@ -20,13 +20,23 @@ def test_values_and_two_derivatives(name):
     torch.manual_seed(0)
     layer = make().double()
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(rows * layer.out_channels, *layer.weight.shape[1:], dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(
+        rows * layer.out_channels, *layer.weight.shape[1:], dtype=torch.float64, requires_grad=True
+    )
     function = nn.functional.conv1d if isinstance(layer, nn.Conv1d) else nn.functional.conv2d
     exact = function(x, weight, None, layer.stride, layer.padding, layer.dilation, rows)
-    torch.testing.assert_close(convolve(layer, x, weight, rows, layer.padding), exact, rtol=0, atol=1e-13)
-    assert torch.autograd.gradcheck(lambda x, w: convolve(layer, x, w, rows, layer.padding), (x, weight))
-    assert torch.autograd.gradgradcheck(lambda x, w: convolve(layer, x, w, rows, layer.padding), (x, weight))
-    assert torch.autograd.gradgradcheck(lambda w: convolve(layer, x.detach(), w, rows, layer.padding), (weight,)), "data need no gradient"
+    torch.testing.assert_close(
+        convolve(layer, x, weight, rows, layer.padding), exact, rtol=0, atol=1e-13
+    )
+    assert torch.autograd.gradcheck(
+        lambda x, w: convolve(layer, x, w, rows, layer.padding), (x, weight)
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda x, w: convolve(layer, x, w, rows, layer.padding), (x, weight)
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda w: convolve(layer, x.detach(), w, rows, layer.padding), (weight,)
+    ), "data need no gradient"
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -35,7 +45,9 @@ def test_on_patches_it_is_a_matrix_product(channels):
     torch.manual_seed(0)
     x = torch.randn(rows, examples, channels, 5, 6, dtype=torch.float64)
     weight = torch.randn(rows, co, channels, *kernel, dtype=torch.float64, requires_grad=True)
-    exact = torch.stack([nn.functional.conv2d(x[row], weight[row], padding=padding) for row in range(rows)])
+    exact = torch.stack(
+        [nn.functional.conv2d(x[row], weight[row], padding=padding) for row in range(rows)]
+    )
 
     def found(weight: torch.Tensor) -> torch.Tensor:
         y = convolve_patches(patches(x, kernel, padding), weight)
@@ -50,6 +62,9 @@ def test_autocast_lowers_the_precision():
     layer = nn.Conv1d(1, 1, 3)
     x, weight = torch.randn(1, 2, 5), torch.randn(2, 1, 3)
     with torch.autocast("cpu", torch.bfloat16):
-        found, exact = convolve(layer, x, weight, 2, layer.padding), nn.functional.conv1d(x, weight, groups=2)
+        found, exact = (
+            convolve(layer, x, weight, 2, layer.padding),
+            nn.functional.conv1d(x, weight, groups=2),
+        )
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, exact)

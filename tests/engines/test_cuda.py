@@ -29,23 +29,38 @@ def precision():
     torch.backends.cudnn.allow_tf32 = before[1]
 
 
-def images(tasks: int, examples: int, channels: int, size: tuple[int, ...], seed: int = 0) -> Tensor:
+def images(
+    tasks: int, examples: int, channels: int, size: tuple[int, ...], seed: int = 0
+) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     return ((torch.rand(tasks, examples, channels, *size, generator=g) > 0.8).float()).cuda()
 
 
-def batch(tasks: int = 4, shots: int = 1, queries: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0) -> mn.TaskBatch:
+def batch(
+    tasks: int = 4,
+    shots: int = 1,
+    queries: int = 3,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> mn.TaskBatch:
     labels = torch.arange(5, device="cuda")
     support = images(tasks, 5 * shots, 1, (28, 28), seed).to(dtype), labels.repeat(tasks, shots)
-    query = images(tasks, 5 * queries, 1, (28, 28), seed + 1).to(dtype), labels.repeat(tasks, queries)
+    query = (
+        images(tasks, 5 * queries, 1, (28, 28), seed + 1).to(dtype),
+        labels.repeat(tasks, queries),
+    )
     return mn.TaskBatch(support, query)
 
 
-def learner(estimator: mn.estimators.Estimator, dtype: torch.dtype = torch.float32, **options: object) -> mn.MetaLearner:
+def learner(
+    estimator: mn.estimators.Estimator, dtype: torch.dtype = torch.float32, **options: object
+) -> mn.MetaLearner:
     torch.manual_seed(0)
     model = Conv4(ways=5, channels=16).to("cuda", dtype)
     solver = mn.GradientDescent(lr=0.02, steps=3)
-    return mn.MetaLearner(model, CE, solver=solver, estimator=estimator, engine="stacked", **options)
+    return mn.MetaLearner(
+        model, CE, solver=solver, estimator=estimator, engine="stacked", **options
+    )
 
 
 def flat(gradient: dict[str, Tensor]) -> Tensor:
@@ -67,11 +82,20 @@ def test_trunk_equals_its_layers(shape):
     from metanudge.engines.trunk.cuda import CUDATrunk
 
     dim, channels, inputs, size, kernel, padding, count, affine = shape
-    conv, norm, pool = (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d) if dim == 2 else (nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d)
+    conv, norm, pool = (
+        (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d)
+        if dim == 2
+        else (nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d)
+    )
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for i in range(count):
-        layers += [conv(channels if i else inputs, channels, kernel, padding=padding), norm(channels, affine=affine), nn.ReLU(), pool(2)]
+        layers += [
+            conv(channels if i else inputs, channels, kernel, padding=padding),
+            norm(channels, affine=affine),
+            nn.ReLU(),
+            pool(2),
+        ]
     found = match(layers)
     assert found is not None
     tasks, rows = 2, 4
@@ -81,13 +105,21 @@ def test_trunk_equals_its_layers(shape):
         w = block.conv.weight.detach().cuda()
         bias, gamma, beta = torch.randn(3, rows, channels, device="cuda")
         scale = (gamma + 0.5, beta) if affine else (None, None)
-        weights.append([w + 0.1 * w.std() * torch.randn(rows, *w.shape, device="cuda"), bias, *scale])
-    leaves = [[None if t is None else t.clone().requires_grad_() for t in block] for block in weights]
+        weights.append(
+            [w + 0.1 * w.std() * torch.randn(rows, *w.shape, device="cuda"), bias, *scale]
+        )
+    leaves = [
+        [None if t is None else t.clone().requires_grad_() for t in block] for block in weights
+    ]
     trunk = CUDATrunk(found.blocks)
     y = trunk.outputs(trunk.prepare(x), [BlockWeights(*block) for block in leaves])
     direction = torch.randn(y.shape, device="cuda")
-    got = torch.autograd.grad((y * direction).sum(), [t for block in leaves for t in block if t is not None])
-    exact = [[None if t is None else t.double().requires_grad_() for t in block] for block in weights]
+    got = torch.autograd.grad(
+        (y * direction).sum(), [t for block in leaves for t in block if t is not None]
+    )
+    exact = [
+        [None if t is None else t.double().requires_grad_() for t in block] for block in weights
+    ]
     outputs = []
     for row in range(rows):
         h = x[row % tasks].double()
@@ -98,7 +130,9 @@ def test_trunk_equals_its_layers(shape):
             h = (F.max_pool2d if dim == 2 else F.max_pool1d)(F.relu(h), 2)
         outputs.append(h)
     want_y = torch.stack(outputs)
-    want = torch.autograd.grad((want_y * direction.double()).sum(), [t for block in exact for t in block if t is not None])
+    want = torch.autograd.grad(
+        (want_y * direction.double()).sum(), [t for block in exact for t in block if t is not None]
+    )
     assert (y - want_y).norm() <= 3e-6 * want_y.norm()
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
@@ -117,12 +151,18 @@ ESTIMATORS = {
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_replay_is_the_meta_step(name):
-    """Replays equal the same kernels launched one by one (a learner's first call), and layers run by torch up to rounding."""
+    """Replays equal the same kernels launched one by one (a learner's first call), and layers run
+    by torch up to rounding.
+    """
     recorded, plain = learner(ESTIMATORS[name]), learner(ESTIMATORS[name], compile=False)
     for seed in range(4):
         tasks, fresh = batch(seed=10 * seed), learner(ESTIMATORS[name])
         fresh.load_state_dict(recorded.state_dict())
-        a, b, c = recorded.meta_gradient(tasks), fresh.meta_gradient(tasks), plain.meta_gradient(tasks)
+        a, b, c = (
+            recorded.meta_gradient(tasks),
+            fresh.meta_gradient(tasks),
+            plain.meta_gradient(tasks),
+        )
         assert torch.allclose(flat(a[0]), flat(b[0]), rtol=0, atol=2e-6 * float(flat(b[0]).norm()))
         assert torch.allclose(flat(a[0]), flat(c[0]), rtol=0, atol=2e-5 * float(flat(c[0]).norm()))
         assert a[1].query_loss == pytest.approx(c[1].query_loss, rel=1e-5)
@@ -130,15 +170,20 @@ def test_a_replay_is_the_meta_step(name):
             for p, q in zip(recorded.model.parameters(), plain.model.parameters(), strict=True):
                 p.sub_(0.01 * torch.ones_like(p))
                 q.sub_(0.01 * torch.ones_like(q))
-    assert any(not isinstance(known, str) for known in recorded._captures._known.values()), "nothing was recorded"
+    assert any(not isinstance(known, str) for known in recorded._captures._known.values()), (
+        "nothing was recorded"
+    )
 
 
 @pytest.mark.parametrize(
-    "estimator", [mn.MAML(), mn.IMAML(cg_steps=3), mn.FOBMAML(stencil="tangent")], ids=lambda one: type(one).__name__
+    "estimator",
+    [mn.MAML(), mn.IMAML(cg_steps=3), mn.FOBMAML(stencil="tangent")],
+    ids=lambda one: type(one).__name__,
 )
 def test_second_derivatives_equal_those_of_the_general_path_on_a_cpu(estimator, monkeypatch):
     tasks, ours = batch(dtype=torch.float64), learner(estimator, torch.float64)
-    found = [flat(ours.meta_gradient(tasks)[0]).cpu() for _ in range(4)]  # as it is, recorded, replayed
+    # as it is, recorded, replayed
+    found = [flat(ours.meta_gradient(tasks)[0]).cpu() for _ in range(4)]
     general = learner(estimator, torch.float64)
     general.model.cpu()
     monkeypatch.setattr(chain.Chain, "of", lambda problem: None)
@@ -147,7 +192,11 @@ def test_second_derivatives_equal_those_of_the_general_path_on_a_cpu(estimator, 
         assert float((gradient - exact).norm()) <= 1e-11 * float(exact.norm())
 
 
-SECOND_ORDER = {"MAML": mn.MAML(), "iMAML": mn.IMAML(cg_steps=3), "tangent": mn.FOBMAML(stencil="tangent")}
+SECOND_ORDER = {
+    "MAML": mn.MAML(),
+    "iMAML": mn.IMAML(cg_steps=3),
+    "tangent": mn.FOBMAML(stencil="tangent"),
+}
 
 
 @pytest.mark.parametrize("name", SECOND_ORDER)
@@ -159,12 +208,18 @@ def test_second_derivatives_through_fused_blocks(name, bound, monkeypatch):
     if bound is not None:
         monkeypatch.setattr(tail, "_MOST", bound)
     ours = learner(SECOND_ORDER[name])
-    exact = flat(learner(SECOND_ORDER[name], torch.float64).meta_gradient(batch(dtype=torch.float64))[0])
+    exact = flat(
+        learner(SECOND_ORDER[name], torch.float64).meta_gradient(batch(dtype=torch.float64))[0]
+    )
     for _ in range(4):
-        assert float((flat(ours.meta_gradient(batch())[0]) - exact).norm()) <= 2e-5 * float(exact.norm())
+        assert float((flat(ours.meta_gradient(batch())[0]) - exact).norm()) <= 2e-5 * float(
+            exact.norm()
+        )
 
 
-@pytest.mark.parametrize("shape", [(3, 20, 6, 7), (2, 128, 4, 4), (5, 64, 3, 2), (25, 2048, 14, 14)])
+@pytest.mark.parametrize(
+    "shape", [(3, 20, 6, 7), (2, 128, 4, 4), (5, 64, 3, 2), (25, 2048, 14, 14)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_norm_relu_and_pooling_as_one_operation(shape, dtype):
     from metanudge.engines.trunk.tail import normalise_and_pool
@@ -192,7 +247,9 @@ def test_batch_norm_relu_and_pooling_as_one_operation(shape, dtype):
 
 def test_what_draws_random_numbers_is_not_recorded():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Dropout(0.5), nn.Linear(16, 5)).cuda()
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 16), nn.Dropout(0.5), nn.Linear(16, 5)
+    ).cuda()
     learner = mn.MetaLearner(model, CE, engine="stacked")
     losses = {learner.meta_gradient(batch(), seed=seed)[1].query_loss for seed in range(4)}
     assert len(losses) == 4
@@ -226,17 +283,33 @@ def test_a_nan_is_told_and_forgotten():
 @pytest.mark.parametrize("mode", ["tf32", "bf16"])
 @pytest.mark.parametrize("name", ["loss nudge", "gradient nudge", "FO-MAML", "MAML"])
 def test_precision_is_no_worse_than_layer_by_layer(mode, name, monkeypatch):
-    """Rounding moves choices of ReLU and max-pooling, so the error of one meta-gradient is a matter of luck: many are averaged."""
+    """Rounding moves choices of ReLU and max-pooling, so the error of one meta-gradient is a matter
+    of luck: many are averaged.
+    """
     torch.backends.cudnn.allow_tf32 = True
     torch.set_float32_matmul_precision("high")
     draws = range(0, 24, 2)
-    exact = [flat(learner(ESTIMATORS[name], torch.float64).meta_gradient(batch(8, dtype=torch.float64, seed=seed))[0]) for seed in draws]
+    exact = [
+        flat(
+            learner(ESTIMATORS[name], torch.float64).meta_gradient(
+                batch(8, dtype=torch.float64, seed=seed)
+            )[0]
+        )
+        for seed in draws
+    ]
 
     def error() -> float:
         recorded = learner(ESTIMATORS[name])
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if mode == "bf16" else contextlib.nullcontext():
+        with (
+            torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+            if mode == "bf16"
+            else contextlib.nullcontext()
+        ):
             found = [flat(recorded.meta_gradient(batch(8, seed=seed))[0]) for seed in draws]
-        return sum(float((a - b).norm() / b.norm()) ** 2 for a, b in zip(found, exact, strict=True)) ** 0.5
+        return (
+            sum(float((a - b).norm() / b.norm()) ** 2 for a, b in zip(found, exact, strict=True))
+            ** 0.5
+        )
 
     ours = error()
     monkeypatch.setattr(chain, "trunk_for", lambda *_: None)
@@ -244,20 +317,30 @@ def test_precision_is_no_worse_than_layer_by_layer(mode, name, monkeypatch):
     assert ours <= 1.25 * error()
 
 
-@pytest.mark.parametrize(("rows", "examples", "features", "classes"), [(3, 5, 16, 5), (2, 40, 70, 20), (4, 75, 64, 5)])
+@pytest.mark.parametrize(
+    ("rows", "examples", "features", "classes"), [(3, 5, 16, 5), (2, 40, 70, 20), (4, 75, 64, 5)]
+)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_the_head_equals_linear_layer_and_cross_entropy(rows, examples, features, classes, has_bias):
+def test_the_head_equals_linear_layer_and_cross_entropy(
+    rows, examples, features, classes, has_bias
+):
     from metanudge.engines.head import cross_entropy
 
     torch.manual_seed(0)
     x, weight, bias, outer = (
-        torch.randn(size, device="cuda") for size in ((rows, examples, features), (rows, classes, features), (rows, classes), rows)
+        torch.randn(size, device="cuda")
+        for size in ((rows, examples, features), (rows, classes, features), (rows, classes), rows)
     )
     targets = torch.randint(0, classes, (rows, examples), device="cuda")
     targets[:, ::3] = -100
-    leaves = [leaf.clone().requires_grad_() for leaf in ((x, weight, bias) if has_bias else (x, weight))]
+    leaves = [
+        leaf.clone().requires_grad_() for leaf in ((x, weight, bias) if has_bias else (x, weight))
+    ]
     places = torch.zeros(rows, classes * (features + 1) + 3, device="cuda")
-    into = places[:, : classes * features].view(rows, classes, features), places[:, classes * features : -3]
+    into = (
+        places[:, : classes * features].view(rows, classes, features),
+        places[:, classes * features : -3],
+    )
     losses = cross_entropy(leaves[0], leaves[1], leaves[2] if has_bias else None, targets, into)
     got = torch.autograd.grad(losses, leaves, outer)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -270,4 +353,6 @@ def test_the_head_equals_linear_layer_and_cross_entropy(rows, examples, features
     assert got[1].data_ptr() == into[0].data_ptr()
     assert float(places[:, -3:].abs().max()) == 0
     targets[0, 1] = classes
-    assert torch.isnan(cross_entropy(x, weight, None, targets)).tolist() == [True] + [False] * (rows - 1)
+    assert torch.isnan(cross_entropy(x, weight, None, targets)).tolist() == [True] + [False] * (
+        rows - 1
+    )

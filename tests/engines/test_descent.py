@@ -1,4 +1,6 @@
-"""In place, gradient descent takes gradients as they come; the solution is that of whole gradients, whatever comes when."""
+"""In place, gradient descent takes gradients as they come; the solution is that of whole gradients,
+whatever comes when.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from metanudge.solvers import Oracle, Solution
 from problems import Setup, conv_net, mlp, relative_error, seeded
 
 AS_IT_COMES = mn.GradientDescent(0.1, 4)
-WHOLE = mn.GradientDescent(0.1, 4, tol=1e-300)  # a tolerance needs the residual before the step, so the gradient must be held
+# a tolerance needs the residual before the step, so the gradient must be held
+WHOLE = mn.GradientDescent(0.1, 4, tol=1e-300)
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,13 @@ class Spy:
         return self.solutions[-1]
 
 
-def solutions(setup: Setup, solver: mn.GradientDescent, estimator: Any = None, engine: str = "inplace") -> list[Solution]:
+def solutions(
+    setup: Setup, solver: mn.GradientDescent, estimator: Any = None, engine: str = "inplace"
+) -> list[Solution]:
     spy = Spy(solver)
-    learner_for(setup, estimator or mn.FOBMAML(nu=0.1), engine, solver=spy).meta_gradient(setup.tasks, seed=3, metrics=False)
+    learner_for(setup, estimator or mn.FOBMAML(nu=0.1), engine, solver=spy).meta_gradient(
+        setup.tasks, seed=3, metrics=False
+    )
     return spy.solutions
 
 
@@ -56,7 +63,9 @@ def assert_same(a: list[Solution], b: list[Solution], tol: float) -> None:
 
 
 class Tied(nn.Module):
-    """The hidden layer is used twice, each time in a checkpoint of its own: its gradient comes in two parts a pass."""
+    """The hidden layer is used twice, each time in a checkpoint of its own: its gradient comes in
+    two parts a pass.
+    """
 
     def __init__(self, use_reentrant: bool | None) -> None:
         super().__init__()
@@ -68,7 +77,11 @@ class Tied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.embed(x))
         for _ in range(2):
-            x = self.block(x) if self.use_reentrant is None else checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+            x = (
+                self.block(x)
+                if self.use_reentrant is None
+                else checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+            )
         return self.head(x)
 
     def block(self, x: Tensor) -> Tensor:
@@ -93,12 +106,16 @@ def two_heads() -> Setup:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch["x"], int(batch["head"][0])), batch["y"])
 
-    support, query = ({"x": a, "y": b, "head": torch.full(b.shape, head)} for a, b, head in ((x, y, 0), (u, v, 1)))
+    support, query = (
+        {"x": a, "y": b, "head": torch.full(b.shape, head)} for a, b, head in ((x, y, 0), (u, v, 1))
+    )
     return Setup(seeded(0, TwoHeads), loss, mn.TaskBatch(support, query))
 
 
 class Untracked(nn.Module):
-    """Weights that are used again without their gradient, below and above where it comes from; their φ is read after it is there."""
+    """Weights that are used again without their gradient, below and above where it comes from;
+    their φ is read after it is there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +124,11 @@ class Untracked(nn.Module):
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.embed(x)) @ self.hidden.weight.detach() @ self.hidden.weight.detach().square()
+        x = (
+            torch.tanh(self.embed(x))
+            @ self.hidden.weight.detach()
+            @ self.hidden.weight.detach().square()
+        )
         x = self.hidden(x) + x @ self.embed.weight.detach() @ self.head.weight.detach()
         return self.head(torch.tanh(x)) @ self.head.weight.detach() @ self.embed.weight
 
@@ -158,7 +179,9 @@ def test_residuals_are_those_of_the_stacked_engine(nudge: str):
     inplace = solutions(setup, AS_IT_COMES, mn.FOBMAML(nu=0.1, nudge=nudge))
     stacked = solutions(setup, AS_IT_COMES, mn.FOBMAML(nu=0.1, nudge=nudge), "stacked")
     residuals = torch.cat([s.residuals for s in stacked], 1)
-    torch.testing.assert_close(torch.cat([s.residuals for s in inplace], 1), residuals, rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        torch.cat([s.residuals for s in inplace], 1), residuals, rtol=1e-10, atol=0
+    )
     assert float(residuals.min()) > 0.01
 
 
@@ -166,14 +189,20 @@ def test_residuals_are_those_of_the_stacked_engine(nudge: str):
 @pytest.mark.parametrize("estimator", ["loss", "gradient", "none"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_gradients_that_come_in_parts(use_reentrant: bool, estimator: str):
-    """Re-entrant checkpoints run backward passes within the backward pass, so that a tied parameter's gradient is there twice."""
+    """Re-entrant checkpoints run backward passes within the backward pass, so that a tied
+    parameter's gradient is there twice.
+    """
     tasks, chosen = mlp(tasks=2).tasks, ESTIMATORS[estimator]
-    apart, plain = (Setup(seeded(0, lambda r=r: Tied(r)), F.cross_entropy, tasks) for r in (use_reentrant, None))
+    apart, plain = (
+        Setup(seeded(0, lambda r=r: Tied(r)), F.cross_entropy, tasks) for r in (use_reentrant, None)
+    )
     assert_same(solutions(apart, AS_IT_COMES, chosen), solutions(plain, WHOLE, chosen), 1e-12)
 
 
 def test_parameters_seen_by_one_of_the_losses_only():
-    """The proximal term acts exactly once a step on each of them; the head that nobody uses stays where it is."""
+    """The proximal term acts exactly once a step on each of them; the head that nobody uses stays
+    where it is.
+    """
     setup = two_heads()
     result = gradient(setup, mn.FOBMAML(nu=0.1), "inplace", solver=AS_IT_COMES)
     expected = by_hand(setup, steps=4)
@@ -197,33 +226,65 @@ class Elsewhere(nn.Module):
 @pytest.mark.parametrize("offset", [0.0, 0.3])
 def test_without_a_gradient_the_proximal_term_pulls_once_a_step(offset: float):
     """d_K = (1 − αλ)^K d_0, with one pass and with two."""
-    setup = Setup(Elsewhere().double(), F.mse_loss, mn.TaskBatch(*[(torch.ones(1, 3, dtype=torch.float64),) * 2] * 2))
+    setup = Setup(
+        Elsewhere().double(),
+        F.mse_loss,
+        mn.TaskBatch(*[(torch.ones(1, 3, dtype=torch.float64),) * 2] * 2),
+    )
     learner = learner_for(setup, engine="inplace")
-    start = {"large": torch.linspace(-1, 1, 20, dtype=torch.float64).unsqueeze(0), "small": torch.zeros(1, dtype=torch.float64)}
+    start = {
+        "large": torch.linspace(-1, 1, 20, dtype=torch.float64).unsqueeze(0),
+        "small": torch.zeros(1, dtype=torch.float64),
+    }
     expected = start["large"] * (1 - 0.1 * 2.0) ** 4
-    with InplaceEngine().session(learner.problem(), setup.tasks, width=1, seed=0, cost=Cost()) as groups:
-        solution = next(groups).solve(AS_IT_COMES, offsets=[offset], nudge="loss" if offset else None, start=start)
+    with InplaceEngine().session(
+        learner.problem(), setup.tasks, width=1, seed=0, cost=Cost()
+    ) as groups:
+        solution = next(groups).solve(
+            AS_IT_COMES, offsets=[offset], nudge="loss" if offset else None, start=start
+        )
     torch.testing.assert_close(solution.displacement["large"], expected, rtol=1e-14, atol=0)
-    norms = (2.0 * torch.linspace(-1, 1, 20, dtype=torch.float64)).norm() * 0.8 ** torch.arange(4, dtype=torch.float64)
+    norms = (2.0 * torch.linspace(-1, 1, 20, dtype=torch.float64)).norm() * 0.8 ** torch.arange(
+        4, dtype=torch.float64
+    )
     torch.testing.assert_close(solution.residuals[:, 0], norms, rtol=1e-12, atol=0)
 
 
 def test_without_a_gradient_a_force_pulls_once_a_step():
     """d_K = (1 − αλ)^K d_0 + ((1 − αλ)^K − 1) ν p / λ, with a λ for every entry."""
-    setup = Setup(Elsewhere().double(), F.mse_loss, mn.TaskBatch(*[(torch.ones(1, 3, dtype=torch.float64),) * 2] * 2))
-    lam = {"large": torch.linspace(1, 3, 20, dtype=torch.float64), "small": torch.tensor(2.0, dtype=torch.float64)}
+    setup = Setup(
+        Elsewhere().double(),
+        F.mse_loss,
+        mn.TaskBatch(*[(torch.ones(1, 3, dtype=torch.float64),) * 2] * 2),
+    )
+    lam = {
+        "large": torch.linspace(1, 3, 20, dtype=torch.float64),
+        "small": torch.tensor(2.0, dtype=torch.float64),
+    }
     learner = learner_for(setup, engine="inplace", lam=lam)
-    start = {"large": torch.linspace(-1, 1, 20, dtype=torch.float64).unsqueeze(0), "small": torch.zeros(1, dtype=torch.float64)}
-    force = {"large": torch.linspace(5, -2, 20, dtype=torch.float64).unsqueeze(0), "small": torch.zeros(1, dtype=torch.float64)}
+    start = {
+        "large": torch.linspace(-1, 1, 20, dtype=torch.float64).unsqueeze(0),
+        "small": torch.zeros(1, dtype=torch.float64),
+    }
+    force = {
+        "large": torch.linspace(5, -2, 20, dtype=torch.float64).unsqueeze(0),
+        "small": torch.zeros(1, dtype=torch.float64),
+    }
     left = (1 - 0.1 * lam["large"]) ** 4
     expected = left * start["large"] + (left - 1) * 0.3 * force["large"] / lam["large"]
-    with InplaceEngine().session(learner.problem(), setup.tasks, width=1, seed=0, cost=Cost()) as groups:
-        solution = next(groups).solve(AS_IT_COMES, offsets=[0.3], nudge="gradient", force=force, start=start)
+    with InplaceEngine().session(
+        learner.problem(), setup.tasks, width=1, seed=0, cost=Cost()
+    ) as groups:
+        solution = next(groups).solve(
+            AS_IT_COMES, offsets=[0.3], nudge="gradient", force=force, start=start
+        )
     torch.testing.assert_close(solution.displacement["large"], expected, rtol=1e-14, atol=1e-15)
 
 
 class Bounded(nn.Module):
-    """torch scales rows of this embedding down when they are used: φ is not what the engine has written."""
+    """torch scales rows of this embedding down when they are used: φ is not what the engine has
+    written.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +300,8 @@ def test_parameters_that_the_model_writes(nudge: str):
     setup = Setup(seeded(0, Bounded), F.cross_entropy, mlp(tasks=2).tasks)
     assert float(setup.model.embed.weight.detach()[:2].norm(dim=1).min()) > 1.5
     expected, result = (
-        gradient(setup, mn.FOBMAML(nu=0.1, nudge=nudge, stencil="forward"), "inplace", solver=s) for s in (WHOLE, AS_IT_COMES)
+        gradient(setup, mn.FOBMAML(nu=0.1, nudge=nudge, stencil="forward"), "inplace", solver=s)
+        for s in (WHOLE, AS_IT_COMES)
     )
     assert relative_error(result, expected) < 1e-12
     assert float(expected["embed.weight"].norm()) > 0.01
@@ -269,7 +331,9 @@ def test_hooks_of_the_user_come_first(estimator: str):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("which", ["0.weight", "all"])
 def test_low_precision_is_as_with_whole_gradients(dtype: torch.dtype, which: str):
-    """φ − θ in 8 or 11 bits says nothing about d: such parameters wait until both passes are done."""
+    """φ − θ in 8 or 11 bits says nothing about d: such parameters wait until both passes are
+    done.
+    """
     setup = mlp(tasks=2, hidden=8)
     low, tasks = setup.model.float(), setup.tasks.to(torch.float32)
     if which == "all":
@@ -285,7 +349,9 @@ def test_low_precision_is_as_with_whole_gradients(dtype: torch.dtype, which: str
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_residuals_in_single_precision(scale: float):
-    """Two passes are measured by the motion of d, whose start is known up to the rounding of φ: about 2⁻²⁴‖θ‖/α."""
+    """Two passes are measured by the motion of d, whose start is known up to the rounding of φ:
+    about 2⁻²⁴‖θ‖/α.
+    """
     setup = mlp(tasks=1, hidden=8)
     with torch.no_grad():
         setup.model[0].bias.mul_(scale)
@@ -296,9 +362,9 @@ def test_residuals_in_single_precision(scale: float):
     theta = torch.cat([p.detach().flatten() for p in setup.model.parameters()]).norm()
     measured = solutions(Setup(setup.model.float(), setup.loss, data), AS_IT_COMES)
     for exact, rounded in zip(truth, measured, strict=True):
-        assert float((exact.residuals - rounded.residuals).abs().max()) < 2**-24 * float(theta) / 0.1 + 1e-6 * float(
-            exact.residuals.max()
-        )
+        assert float((exact.residuals - rounded.residuals).abs().max()) < 2**-24 * float(
+            theta
+        ) / 0.1 + 1e-6 * float(exact.residuals.max())
 
 
 def test_no_hook_stays_when_a_pass_fails_between_two_gradients():
@@ -324,7 +390,7 @@ def test_no_hook_stays_when_a_pass_fails_between_two_gradients():
     assert relative_error(gradient(setup, None, "inplace"), expected) == 0
 
 
-# ------------------------------------------------------------------------------------------ on a CUDA device
+# --------------------------------------------------------------------------------- on a CUDA device
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -347,13 +413,21 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("estimator", ["loss", "gradient"])
 @pytest.mark.parametrize("model", ["mlp", "conv_net", "lstm"])
 def test_cuda_is_as_with_whole_gradients(model: str, estimator: str, stream: bool):
-    """There backward passes and hooks run in a thread of their own, and on the stream of the forward pass."""
-    setup = SETUPS[model]() if model != "lstm" else Setup(seeded(0, Recurrent), F.cross_entropy, mlp(tasks=2).tasks)
+    """There backward passes and hooks run in a thread of their own, and on the stream of the
+    forward pass.
+    """
+    setup = (
+        SETUPS[model]()
+        if model != "lstm"
+        else Setup(seeded(0, Recurrent), F.cross_entropy, mlp(tasks=2).tasks)
+    )
     setup = Setup(setup.model.cuda(), setup.loss, setup.tasks.to("cuda"))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side if stream else torch.cuda.current_stream()):
-        results = [solutions(setup, solver, ESTIMATORS[estimator]) for solver in (AS_IT_COMES, WHOLE)]
+        results = [
+            solutions(setup, solver, ESTIMATORS[estimator]) for solver in (AS_IT_COMES, WHOLE)
+        ]
         assert_same(*results, 1e-9)
 
 
@@ -361,7 +435,10 @@ def test_cuda_is_as_with_whole_gradients(model: str, estimator: str, stream: boo
 @pytest.mark.parametrize("nudge", ["loss", "gradient"])
 def test_cuda_memory_is_that_of_a_training_step_and_three_copies(nudge: str):
     """Counted by the allocator itself."""
-    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())), nn.Linear(1024, 3)).cuda()
+    model = nn.Sequential(
+        *(layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())),
+        nn.Linear(1024, 3),
+    ).cuda()
     x, y = torch.randn(1, 64, 1024, device="cuda"), torch.randint(3, (1, 64), device="cuda")
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     setup = Setup(model, F.cross_entropy, mn.TaskBatch((x, y), (x, y)))

@@ -1,4 +1,6 @@
-"""The in-place engine runs whatever trains with `loss.backward()`, and leaves the module as it found it."""
+"""The in-place engine runs whatever trains with `loss.backward()`, and leaves the module as it
+found it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def check(setup: Setup, *, stacked: bool, tol: float = 1e-10) -> None:
             assert relative_error(other, gradient(setup, estimator, "stacked")) < tol
 
 
-# ------------------------------------------------------------------------------------------- what it runs
+# ------------------------------------------------------------------------------------- what it runs
 
 
 class Recurrent(nn.Module):
@@ -68,7 +70,9 @@ def test_scaled_dot_product_attention():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch._dynamo's own imports
 def test_compiled_module(backend: str):
-    """The compiled code must read the overwritten parameters, not constants baked in at the first call."""
+    """The compiled code must read the overwritten parameters, not constants baked in at the first
+    call.
+    """
     plain = mlp(tasks=2)
     torch.compiler.reset()
     compiled = torch.compile(plain.model, backend=backend)
@@ -87,7 +91,9 @@ def list_of(gradient: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_module_with_running_statistics():
-    """Compiled code writes buffers by other kernels than eager code; they must come back all the same."""
+    """Compiled code writes buffers by other kernels than eager code; they must come back all the
+    same.
+    """
     plain = conv_net(tasks=2)
     torch.compiler.reset()
     compiled = torch.compile(plain.model, backend="aot_eager")
@@ -98,7 +104,9 @@ def test_compiled_module_with_running_statistics():
 
 
 class Checkpointed(nn.Module):
-    """An embedding layer, then a block whose activations are computed again in the backward pass, dropout included."""
+    """An embedding layer, then a block whose activations are computed again in the backward pass,
+    dropout included.
+    """
 
     def __init__(self, use_reentrant: bool | None, dropout: float) -> None:
         super().__init__()
@@ -115,12 +123,22 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's word on forward passes without grad
+# torch's word on forward passes without grad
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_activation_checkpointing(use_reentrant: bool):
     tasks = mlp(tasks=2).tasks
-    check(Setup(seeded(0, lambda: Checkpointed(use_reentrant, 0.0)), F.cross_entropy, tasks), stacked=False)
-    with_dropout, plain = (Setup(seeded(0, lambda r=r: Checkpointed(r, 0.4)), F.cross_entropy, tasks) for r in (use_reentrant, None))
-    assert relative_error(gradient(with_dropout, None, "inplace"), gradient(plain, None, "inplace")) < rounding()
+    check(
+        Setup(seeded(0, lambda: Checkpointed(use_reentrant, 0.0)), F.cross_entropy, tasks),
+        stacked=False,
+    )
+    with_dropout, plain = (
+        Setup(seeded(0, lambda r=r: Checkpointed(r, 0.4)), F.cross_entropy, tasks)
+        for r in (use_reentrant, None)
+    )
+    assert (
+        relative_error(gradient(with_dropout, None, "inplace"), gradient(plain, None, "inplace"))
+        < rounding()
+    )
 
 
 @pytest.mark.parametrize("frozen", [("0.weight",), ("0.weight", "0.bias"), ("2.weight", "2.bias")])
@@ -193,7 +211,9 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("how", ["in place", "through .data", "exchanged", "appearing"])
 def test_buffers_come_back_however_they_are_written(how: str):
-    """Every evaluation sees the buffers as they were before the call, and so does the user afterwards."""
+    """Every evaluation sees the buffers as they were before the call, and so does the user
+    afterwards.
+    """
     setup = Setup(seeded(0, lambda: Counting(how)), F.cross_entropy, mlp(tasks=2).tasks)
     before = Snapshot(setup.model)
     first = gradient(setup, None, "inplace")
@@ -221,10 +241,16 @@ class LanguageModel(nn.Module):
         self.lm_head = nn.Linear(4, 11, bias=False)
         self.lm_head.weight = self.embed.weight
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Output:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Output:
         hidden = self.embed(input_ids) * attention_mask.unsqueeze(-1)
         logits = self.lm_head(self.norm(hidden + torch.tanh(self.block(hidden.cumsum(1)))))
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss = (
+            None
+            if labels is None
+            else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        )
         return Output(loss, logits)
 
 
@@ -269,7 +295,9 @@ def test_parameters_that_the_loss_ignores():
 
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
 def test_parameters_outside_the_model_get_no_gradient(engine: str):
-    """A loss may have parameters of its own (a temperature, a teacher); inner steps must leave nothing in their `.grad`."""
+    """A loss may have parameters of its own (a temperature, a teacher); inner steps must leave
+    nothing in their `.grad`.
+    """
 
     class Tempered(nn.Module):
         def __init__(self) -> None:
@@ -288,7 +316,9 @@ def test_parameters_outside_the_model_get_no_gradient(engine: str):
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
 def test_grad_mode_of_the_caller_does_not_matter(grad_mode: Callable[[], Any], engine: str):
-    """Users measure under no_grad or inference_mode; adaptation needs gradients all the same, or must say that it cannot."""
+    """Users measure under no_grad or inference_mode; adaptation needs gradients all the same, or
+    must say that it cannot.
+    """
     setup = mlp(tasks=2)
     learner = learner_for(setup, engine=engine)
     gradient_outside, _ = learner.meta_gradient(setup.tasks, seed=1)
@@ -300,7 +330,7 @@ def test_grad_mode_of_the_caller_does_not_matter(grad_mode: Callable[[], Any], e
     assert torch.allclose(inside.loss, evaluation.loss, rtol=1e-12)
 
 
-# ------------------------------------------------------------------------------------- when the loss raises
+# ----------------------------------------------------------------------------- when the loss raises
 
 
 class Interrupted(BaseException):
@@ -337,7 +367,9 @@ class Fails:
 
 
 def fragile() -> Setup:
-    """BatchNorm, dropout, a frozen parameter, an evaluating sub-module, gradients that are there already."""
+    """BatchNorm, dropout, a frozen parameter, an evaluating sub-module, gradients that are there
+    already.
+    """
     setup = conv_net(tasks=2, dropout=0.3)
     setup.model[0].bias.requires_grad_(False)
     setup.model[5].eval()
@@ -347,7 +379,9 @@ def fragile() -> Setup:
 
 def number_of_calls(estimator: Any) -> int:
     setup, loss = fragile(), Fails(None, RuntimeError)
-    learner_for(Setup(setup.model, loss, setup.tasks), estimator, "inplace").meta_gradient(setup.tasks)
+    learner_for(Setup(setup.model, loss, setup.tasks), estimator, "inplace").meta_gradient(
+        setup.tasks
+    )
     return loss.calls
 
 
@@ -377,13 +411,19 @@ def test_everything_is_restored_when_the_loss_raises(estimator: str):
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_everything_is_restored_when_the_backward_pass_raises(error: str):
-    """The bomb sits behind the first convolution: the other gradients have been accumulated when it goes off."""
+    """The bomb sits behind the first convolution: the other gradients have been accumulated when it
+    goes off.
+    """
     setup = fragile()
     blast = {"at": -1, "calls": 0}
 
     def bomb(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         blast["calls"] += torch.is_grad_enabled()
-        return Bomb.apply(output, ERRORS[error]) if blast["calls"] == blast["at"] and torch.is_grad_enabled() else None
+        return (
+            Bomb.apply(output, ERRORS[error])
+            if blast["calls"] == blast["at"] and torch.is_grad_enabled()
+            else None
+        )
 
     setup.model[0].register_forward_hook(bomb)
     learner = learner_for(setup, engine="inplace")
@@ -421,7 +461,7 @@ def test_failed_calls_do_not_use_up_random_numbers():
     assert relative_error(learner.meta_gradient(setup.tasks)[0], expected) == 0
 
 
-# ---------------------------------------------------------------------------------------------- precision
+# ---------------------------------------------------------------------------------------- precision
 
 
 def in_float32(setup: Setup) -> Setup:
@@ -430,7 +470,9 @@ def in_float32(setup: Setup) -> Setup:
 
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
 def test_autocast_sees_the_updated_weights(engine: str):
-    """autocast caches the bf16 casts of the parameters: a solve that overwrites them must not read old ones."""
+    """autocast caches the bf16 casts of the parameters: a solve that overwrites them must not read
+    old ones.
+    """
     setup = in_float32(mlp(tasks=2, hidden=16))
 
     def under_autocast(**options: Any) -> tuple[dict[str, Tensor], mn.Stats]:
@@ -447,7 +489,9 @@ def test_autocast_sees_the_updated_weights(engine: str):
 
 
 def test_autocast_cache_holds_nothing_old_afterwards():
-    """A forward pass of the user in the same autocast block reads θ, not what the last inner step had written."""
+    """A forward pass of the user in the same autocast block reads θ, not what the last inner step
+    had written.
+    """
     setup = in_float32(mlp(tasks=2, hidden=16))
     x = setup.tasks[0].support[0]
     learner = learner_for(setup, engine="inplace", solver=mn.GradientDescent(0.5, 3))
@@ -493,11 +537,13 @@ def test_half_precision_parameters_have_float32_displacements(dtype: torch.dtype
     assert all(p.grad.dtype == dtype for p in low.model.parameters())
 
 
-# ---------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 def test_refuses_a_model_wrapped_in_distributed_data_parallel():
-    """DDP would average the gradients of the inner steps over the ranks: another algorithm, silently."""
+    """DDP would average the gradients of the inner steps over the ranks: another algorithm,
+    silently.
+    """
     setup = mlp(tasks=2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -508,7 +554,9 @@ def test_refuses_a_model_wrapped_in_distributed_data_parallel():
         ):
             learner = learner_for(Setup(model, loss, setup.tasks), engine="inplace")
             before = Snapshot(model)
-            with pytest.raises(TypeError, match=r"DistributedDataParallel.*average.*Wrap the learner instead"):
+            with pytest.raises(
+                TypeError, match=r"DistributedDataParallel.*average.*Wrap the learner instead"
+            ):
                 learner.backward(setup.tasks)
             before.assert_unchanged()
     finally:

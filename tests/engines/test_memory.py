@@ -1,4 +1,5 @@
-"""Memory of the in-place engine is that of one training step plus a few copies of the parameters; float32 is precise enough.
+"""Memory of the in-place engine is that of one training step plus a few copies of the parameters;
+float32 is precise enough.
 
 Counted on allocations (`allocations.py`), so the figures are the same on every machine.
 """
@@ -21,10 +22,12 @@ from problems import Setup, classification_tasks, relative_error, seeded
 TOLERANCE = 0.05
 
 # torch's own forward-mode decompositions are scripted on first use.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 
-# ---------------------------------------------------------------------------------------------- the helper
+# --------------------------------------------------------------------------------------- the helper
 
 
 def test_the_helper_counts_what_is_alive():
@@ -49,14 +52,17 @@ def test_the_helper_counts_what_is_alive():
 
 
 def test_the_helper_sees_the_backward_pass():
-    """tanh(tanh(x)) keeps two activations; its backward pass needs two more buffers, less what is freed on the way."""
+    """tanh(tanh(x)) keeps two activations; its backward pass needs two more buffers, less what is
+    freed on the way.
+    """
     x = torch.zeros(1000, dtype=torch.float64, requires_grad=True)
     with Allocations() as seen:
         loss = torch.tanh(torch.tanh(x)).sum()
         assert seen.live == 2 * 8000 + 8
         loss.backward()
         assert seen.live == 8000 + 8, "the gradient and the loss"
-    # Both activations, the gradient that comes from above and the one that goes on; sum() sends an expanded scalar.
+    # Both activations, the gradient that comes from above and the one that goes on; sum() sends an
+    # expanded scalar.
     assert 3 * 8000 <= seen.peak <= 4 * 8000 + 64
 
 
@@ -74,7 +80,9 @@ def test_the_helper_agrees_with_the_allocator():
     with Allocations() as seen:
         step()
     model.zero_grad()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         step()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
@@ -85,7 +93,7 @@ def test_the_helper_agrees_with_the_allocator():
     assert abs(seen.peak - peak) <= 0.02 * peak
 
 
-# --------------------------------------------------------------------------------------------- the engine
+# --------------------------------------------------------------------------------------- the engine
 
 
 def deep_perceptron(tasks: int) -> Setup:
@@ -102,7 +110,12 @@ def deep_perceptron(tasks: int) -> Setup:
 
 def wide_perceptron(tasks: int) -> Setup:
     """Parameters weigh more than activations; one layer holds most of them."""
-    model = seeded(0, lambda: nn.Sequential(nn.Linear(60, 150), nn.Tanh(), nn.Linear(150, 150), nn.Tanh(), nn.Linear(150, 3)))
+    model = seeded(
+        0,
+        lambda: nn.Sequential(
+            nn.Linear(60, 150), nn.Tanh(), nn.Linear(150, 150), nn.Tanh(), nn.Linear(150, 3)
+        ),
+    )
     return Setup(model, F.cross_entropy, classification_tasks((60,), 3, tasks, 4, 6, 0))
 
 
@@ -169,7 +182,9 @@ def training_step_peak(setup: Setup) -> int:
     return max(peaks)
 
 
-def peak_of(setup: Setup, estimator: Any, engine: str = "inplace", steps: int = 1, solver: Any = None) -> int:
+def peak_of(
+    setup: Setup, estimator: Any, engine: str = "inplace", steps: int = 1, solver: Any = None
+) -> int:
     solver = mn.GradientDescent(0.01, steps) if solver is None else solver
     learner = learner_for(setup, estimator, engine, solver=solver)
     learner.problem()
@@ -186,12 +201,17 @@ def copies(setup: Setup, peak: int) -> float:
 
 def assert_at_most(setup: Setup, peak: int, number: int, *, tolerance: float = TOLERANCE) -> None:
     allowed = training_step_peak(setup) + number * trainable_bytes(setup.model)
-    assert peak <= (1 + tolerance) * allowed, f"{copies(setup, peak):.2f} copies of the parameters on top of a training step"
+    assert peak <= (1 + tolerance) * allowed, (
+        f"{copies(setup, peak):.2f} copies of the parameters on top of a training step"
+    )
 
 
 def test_the_models_are_what_they_are_for():
     # A training step holds the gradients too, one copy of the parameters: the rest are activations.
-    size = {name: training_step_peak(make(1)) / trainable_bytes(make(1).model) for name, make in MODELS.items()}
+    size = {
+        name: training_step_peak(make(1)) / trainable_bytes(make(1).model)
+        for name, make in MODELS.items()
+    }
     assert size["deep_perceptron"] < 1.05
     assert size["wide_perceptron"] < 1.05
     assert size["shallow_perceptron"] < 1.05
@@ -202,9 +222,13 @@ def test_the_models_are_what_they_are_for():
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stencil", ["symmetric", "forward", "five-point"])
 def test_loss_nudge_needs_three_copies(model: str, stencil: str):
-    """θ, displacement and accumulating meta-gradient, over a plain training step on one of the sets."""
+    """θ, displacement and accumulating meta-gradient, over a plain training step on one of the
+    sets.
+    """
     setup = MODELS[model](2)
-    assert_at_most(setup, peak_of(setup, mn.FOBMAML(nu=0.1, stencil=stencil), steps=3), 3, tolerance=0.01)
+    assert_at_most(
+        setup, peak_of(setup, mn.FOBMAML(nu=0.1, stencil=stencil), steps=3), 3, tolerance=0.01
+    )
 
 
 def test_where_parameters_dominate_less_than_three_copies_do():
@@ -214,7 +238,9 @@ def test_where_parameters_dominate_less_than_three_copies_do():
     assert copies(wide, peak_of(wide, mn.FOBMAML(nu=0.1), steps=3)) < 2.8
 
 
-@pytest.mark.parametrize("model", ["deep_perceptron", "wide_perceptron", "balanced_perceptron", "conv_net"])
+@pytest.mark.parametrize(
+    "model", ["deep_perceptron", "wide_perceptron", "balanced_perceptron", "conv_net"]
+)
 @pytest.mark.parametrize("nudge", ["loss", "gradient"])
 def test_steps_and_tasks_do_not_matter(model: str, nudge: str):
     estimator = mn.FOBMAML(nu=0.1, nudge=nudge)
@@ -226,21 +252,29 @@ def test_steps_and_tasks_do_not_matter(model: str, nudge: str):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stencil", ["symmetric", "forward", "five-point"])
 def test_gradient_nudge_needs_three_copies(model: str, stencil: str):
-    """∇f(φ_0) takes the place of the displacement, of which an eighth is held while activations are: the remainders of φ."""
+    """∇f(φ_0) takes the place of the displacement, of which an eighth is held while activations
+    are: the remainders of φ.
+    """
     setup = MODELS[model](2)
-    assert_at_most(setup, peak_of(setup, mn.FOBMAML(nu=0.1, nudge="gradient", stencil=stencil), steps=3), 3)
+    assert_at_most(
+        setup, peak_of(setup, mn.FOBMAML(nu=0.1, nudge="gradient", stencil=stencil), steps=3), 3
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_gradient_nudge_in_single_precision_needs_a_quarter_more(model: str):
-    """A byte of four; it shows where activations, or one layer's gradient, weigh about as much as all parameters."""
+    """A byte of four; it shows where activations, or one layer's gradient, weigh about as much as
+    all parameters.
+    """
     double = MODELS[model](2)
     setup = Setup(double.model.float(), double.loss, double.tasks.to(torch.float32))
     assert copies(setup, peak_of(setup, mn.FOBMAML(nu=0.1, nudge="gradient"), steps=3)) < 3.3
 
 
 def test_a_tolerance_holds_whole_gradients():
-    """Whether to step is known only when the whole residual is: one gradient waits, and the largest layer's next part beside it."""
+    """Whether to step is known only when the whole residual is: one gradient waits, and the largest
+    layer's next part beside it.
+    """
     setup = wide_perceptron(2)
     peak = peak_of(setup, mn.FOBMAML(nu=0.1), solver=mn.GradientDescent(0.01, 3, tol=1e-9))
     assert 3.5 < copies(setup, peak) < 3.9
@@ -259,7 +293,9 @@ def test_a_tolerance_holds_whole_gradients():
 )
 @pytest.mark.parametrize("model", ["deep_perceptron", "wide_perceptron", "conv_net"])
 def test_copies_of_the_other_estimators(estimator: Any, number: int, model: str):
-    """One more copy where solves start at φ_0, which must live until the last of them; and while a shifted start is made."""
+    """One more copy where solves start at φ_0, which must live until the last of them; and while a
+    shifted start is made.
+    """
     setup = MODELS[model](2)
     assert_at_most(setup, peak_of(setup, estimator, steps=3), number)
 
@@ -285,11 +321,15 @@ def test_evaluate_and_adapt_need_no_more():
 
 
 def test_maml_grows_with_the_steps_and_the_tangent_does_not():
-    """What the nudge is for: reverse mode keeps every step, a difference or a tangent keeps none."""
+    """What the nudge is for: reverse mode keeps every step, a difference or a tangent keeps
+    none.
+    """
     setup = wide_perceptron(1)
     maml = [peak_of(setup, mn.MAML(), "stacked", steps) for steps in (4, 6, 9)]
     per_step = [(maml[1] - maml[0]) / 2, (maml[2] - maml[1]) / 3]
-    assert min(per_step) > trainable_bytes(setup.model[1:]), "every step keeps at least the weights that gradients go back through"
+    assert min(per_step) > trainable_bytes(setup.model[1:]), (
+        "every step keeps at least the weights that gradients go back through"
+    )
     assert per_step[1] == pytest.approx(per_step[0], rel=0.1), "linearly"
     for estimator in (mn.FOBMAML(nu=0.1), mn.FOBMAML(stencil="tangent"), mn.IMAML()):
         few, many = (peak_of(setup, estimator, "stacked", steps) for steps in (2, 10))
@@ -311,7 +351,7 @@ def test_chunks_bound_the_memory_of_the_stacked_engine(estimator: Any):
     assert least < 0.3 * whole
 
 
-# ---------------------------------------------------------------------------------------------- precision
+# ---------------------------------------------------------------------------------------- precision
 
 
 def far_from_zero() -> Setup:
@@ -334,7 +374,9 @@ def far_from_zero() -> Setup:
 @pytest.mark.parametrize("lr", [0.05, 0.001])
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
 def test_float32_matches_float64_far_from_zero(engine: str, lr: float, nudge: str):
-    """|θ| ~ 1e3 and ν = 1e-2: displacements are accumulated, never φ, whose rounding 1/ν would amplify (and 1/α, step by step)."""
+    """|θ| ~ 1e3 and ν = 1e-2: displacements are accumulated, never φ, whose rounding 1/ν would
+    amplify (and 1/α, step by step).
+    """
     setup = far_from_zero()
     solver = mn.GradientDescent(lr, 30)
     estimator = mn.FOBMAML(nu=1e-2, nudge=nudge)
@@ -346,7 +388,9 @@ def test_float32_matches_float64_far_from_zero(engine: str, lr: float, nudge: st
     assert error < 1e-3
     if nudge == "loss":
         naive = by_hand(single, lr=lr, steps=30, nu=1e-2)
-        assert relative_error(_double(naive), truth) > 5 * error, "the loop over φ itself is what this avoids"
+        assert relative_error(_double(naive), truth) > 5 * error, (
+            "the loop over φ itself is what this avoids"
+        )
 
 
 def _double(gradient: dict[str, Tensor]) -> dict[str, Tensor]:

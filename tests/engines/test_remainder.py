@@ -1,4 +1,6 @@
-"""φ, θ and one byte an entry give the displacement back, close enough that only its own rounding and 2⁻⁹ of that of φ are seen."""
+"""φ, θ and one byte an entry give the displacement back, close enough that only its own rounding
+and 2⁻⁹ of that of φ are seen.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,20 @@ def test_what_comes_back(dtype: torch.dtype):
     error = (recovered(phi, theta, lost) - d).abs()
     bound = 1.01 * 2.0 ** -(BITS[dtype] + 8) * phi.abs() + 2.0 ** -BITS[dtype] * d.abs()
     assert bool((error <= bound).all())
-    assert float(((phi - theta - d).abs() / bound).max()) > 100, "without the remainders much is lost"
+    assert float(((phi - theta - d).abs() / bound).max()) > 100, (
+        "without the remainders much is lost"
+    )
 
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_where_a_number_is_zero_nothing_is_lost(dtype: torch.dtype):
     theta, d = numbers(dtype)
-    for left, right in ((theta, -theta), (theta, torch.zeros_like(theta)), (torch.zeros_like(theta), d), (0 * theta, 0 * d)):
+    for left, right in (
+        (theta, -theta),
+        (theta, torch.zeros_like(theta)),
+        (torch.zeros_like(theta), d),
+        (0 * theta, 0 * d),
+    ):
         phi = left + right
         assert torch.equal(recovered(phi, left, remainder(phi, left, right, most=100)), right)
 
@@ -45,7 +54,9 @@ def test_the_smallest_and_the_largest_numbers():
     theta = torch.tensor([least / 8, -least, least, largest, 1.0])
     d = torch.tensor([least / 4, least / 2, -least / 8, -largest / 3, largest])
     phi = theta + d
-    torch.testing.assert_close(recovered(phi, theta, remainder(phi, theta, d, most=2)), d, rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        recovered(phi, theta, remainder(phi, theta, d, most=2)), d, rtol=1e-7, atol=0
+    )
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])

@@ -20,14 +20,22 @@ def problem(width: int = 8) -> Problem:
 
 
 def task(support: int, query: int) -> mn.Task:
-    return mn.Task((torch.randn(support, 4), torch.randn(support, 1)), (torch.randn(query, 4), torch.randn(query, 1)))
+    return mn.Task(
+        (torch.randn(support, 4), torch.randn(support, 1)),
+        (torch.randn(query, 4), torch.randn(query, 1)),
+    )
 
 
 def test_what_a_row_keeps_is_counted():
-    """An MLP keeps its inputs, its tanh and what the loss compares: 4, 8 and twice 1 numbers of four bytes for each example."""
+    """An MLP keeps its inputs, its tanh and what the loss compares: 4, 8 and twice 1 numbers of
+    four bytes for each example.
+    """
     parameters = 8 * 4 * sum(p.numel() for p in problem().parameters.values())
     assert bytes_per_row(problem(), task(5, 10)) == 2 * 4 * 15 * (4 + 8 + 2) + parameters
-    assert bytes_per_row(problem(), task(5, 10), graphs=4) == 2 * 4 * (5 * 12 + 10) * (4 + 8 + 2) + parameters
+    assert (
+        bytes_per_row(problem(), task(5, 10), graphs=4)
+        == 2 * 4 * (5 * 12 + 10) * (4 + 8 + 2) + parameters
+    )
 
 
 def test_counting_changes_nothing():
@@ -42,7 +50,9 @@ def test_counting_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "estimator", [mn.MAML(), mn.IMAML(), mn.FOBMAML(stencil="tangent")], ids=lambda estimator: type(estimator).__name__
+    "estimator",
+    [mn.MAML(), mn.IMAML(), mn.FOBMAML(stencil="tangent")],
+    ids=lambda estimator: type(estimator).__name__,
 )
 def test_second_derivatives_on_a_cpu_take_a_few_tasks_at_a_time(estimator, monkeypatch):
     torch.manual_seed(0)
@@ -51,13 +61,17 @@ def test_second_derivatives_on_a_cpu_take_a_few_tasks_at_a_time(estimator, monke
     whole = mn.MetaLearner(model, LOSS, estimator=estimator, engine="stacked")
     want = whole.meta_gradient(tasks)[0]
     assert whole.choose_engine(tasks)[0].chunk is None, "these are small"
-    per_row = bytes_per_row(whole.problem(), tasks[0], graphs=5 if isinstance(estimator, mn.MAML) else 1)
+    per_row = bytes_per_row(
+        whole.problem(), tasks[0], graphs=5 if isinstance(estimator, mn.MAML) else 1
+    )
     monkeypatch.setattr(engine_choice, "BYTES_AT_ONCE_ON_CPU", 3 * per_row)
     few = mn.MetaLearner(model, LOSS, estimator=estimator, engine="stacked")
     assert few.choose_engine(tasks)[0].chunk == rows_that_fit(per_row, 3 * per_row) == 2
     for name, leaf in few.meta_gradient(tasks)[0].items():
         assert torch.allclose(leaf, want[name], atol=1e-6)
-    assert mn.MetaLearner(model, LOSS, engine="stacked").choose_engine(tasks)[0].chunk is None, "first derivatives need no such care"
+    assert mn.MetaLearner(model, LOSS, engine="stacked").choose_engine(tasks)[0].chunk is None, (
+        "first derivatives need no such care"
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -77,12 +91,18 @@ def test_little_memory_means_small_chunks_and_the_same_result(monkeypatch):
         assert torch.allclose(leaf, want[name], atol=1e-6)
 
 
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(), mn.MAML(), mn.IMAML()], ids=lambda estimator: type(estimator).__name__)
+@pytest.mark.parametrize(
+    "estimator",
+    [mn.FOBMAML(), mn.MAML(), mn.IMAML()],
+    ids=lambda estimator: type(estimator).__name__,
+)
 def test_what_is_wrong_with_the_data_is_told_all_the_same(estimator):
     """Looking for room runs the model before anything is checked."""
     learner = mn.MetaLearner(nn.Linear(4, 1), LOSS, estimator=estimator, engine="stacked")
     x, y = torch.zeros(2, 5, 6), torch.zeros(2, 5, 1)
-    with pytest.raises(ValueError, match=r"failed on the support data of a task .* Check that the tasks' shapes"):
+    with pytest.raises(
+        ValueError, match=r"failed on the support data of a task .* Check that the tasks' shapes"
+    ):
         learner.backward(mn.TaskBatch((x, y), (x, y)))
     with pytest.raises(ValueError, match="support data lie on meta"):
         learner.backward(mn.TaskBatch((x[..., :4].to("meta"), y), (x[..., :4], y)))

@@ -1,4 +1,6 @@
-"""Convolution blocks as one operation: the same outputs and derivatives as the layers themselves."""
+"""Convolution blocks as one operation: the same outputs and derivatives as the layers
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,16 @@ NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d}
 POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d}
 
 
-def blocks(axes: int, channels: Sequence[int], *, affine: bool = True, **conv: Any) -> nn.Sequential:
+def blocks(
+    axes: int, channels: Sequence[int], *, affine: bool = True, **conv: Any
+) -> nn.Sequential:
     """Blocks with these numbers of channels, all parameters random."""
     layers: list[nn.Module] = []
     for before, after in pairwise(channels):
-        layers += [CONV[axes](before, after, **{"kernel_size": 3, "padding": 1} | conv), NORM[axes](after, affine=affine)]
+        layers += [
+            CONV[axes](before, after, **{"kernel_size": 3, "padding": 1} | conv),
+            NORM[axes](after, affine=affine),
+        ]
         layers += [nn.ReLU(), POOL[axes](2)]
     return nn.Sequential(*layers)
 
@@ -37,17 +44,27 @@ def rows_of(model: nn.Module, dtype: torch.dtype = torch.float64) -> dict[str, T
     g = torch.Generator().manual_seed(1)
     rows = TASKS * NUDGES
     return {
-        n: (p.detach() + 0.5 * torch.randn(rows, *p.shape, generator=g, dtype=torch.float64)).to(dtype)
+        n: (
+            (p.detach() + 0.5 * torch.randn(rows, *p.shape, generator=g, dtype=torch.float64)).to(
+                dtype
+            )
+        )
         for n, p in model.named_parameters()
     }
 
 
 def images(shape: Sequence[int], examples: int = 4) -> Tensor:
-    return torch.randn(TASKS, examples, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return torch.randn(
+        TASKS, examples, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
 
 
-def by_trunk(model: nn.Sequential, phi: dict[str, Tensor], x: Tensor, sets: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
-    """Outputs, and the gradient of their weighted sum; examples are one set, or several of these sizes."""
+def by_trunk(
+    model: nn.Sequential, phi: dict[str, Tensor], x: Tensor, sets: Sequence[int] = ()
+) -> tuple[Tensor, list[Tensor]]:
+    """Outputs, and the gradient of their weighted sum; examples are one set, or several of these
+    sizes.
+    """
     found = match(list(model))
     assert found is not None
     assert found.layers == len(model)
@@ -60,38 +77,63 @@ def by_trunk(model: nn.Sequential, phi: dict[str, Tensor], x: Tensor, sets: Sequ
     def of(parameter: Tensor | None) -> Any:
         return None if parameter is None else leaves[names[id(parameter)]]
 
-    own = [BlockWeights(of(b.conv.weight), of(b.conv.bias), of(b.norm.weight), of(b.norm.bias)) for b in found.blocks]
-    prepared = join(trunk, [trunk.prepare(part) for part in x.split(list(sets), 1)]) if sets else trunk.prepare(x)
+    own = [
+        BlockWeights(of(b.conv.weight), of(b.conv.bias), of(b.norm.weight), of(b.norm.bias))
+        for b in found.blocks
+    ]
+    prepared = (
+        join(trunk, [trunk.prepare(part) for part in x.split(list(sets), 1)])
+        if sets
+        else trunk.prepare(x)
+    )
     assert prepared is not None
     out = trunk.outputs(prepared, own)
     total = (out * weights_like(out)).sum()
-    return out.detach(), list(torch.autograd.grad(total, list(leaves.values()), materialize_grads=True))
+    return out.detach(), list(
+        torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    )
 
 
-def by_layers(model: nn.Sequential, phi: dict[str, Tensor], x: Tensor, sets: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+def by_layers(
+    model: nn.Sequential, phi: dict[str, Tensor], x: Tensor, sets: Sequence[int] = ()
+) -> tuple[Tensor, list[Tensor]]:
     """The same from the module itself, one row after the other."""
     modules, outputs = [], []
     for row in range(TASKS * NUDGES):
         modules.append(copy.deepcopy(model))
         for n, p in modules[-1].named_parameters():
             p.data.copy_(phi[n][row])
-        outputs.append(torch.cat([modules[-1](part) for part in x[row % TASKS].split(list(sets) or x.shape[1])]))
+        outputs.append(
+            torch.cat(
+                [modules[-1](part) for part in x[row % TASKS].split(list(sets) or x.shape[1])]
+            )
+        )
     out = torch.stack(outputs)
     parameters = [list(module.parameters()) for module in modules]
-    flat = torch.autograd.grad((out * weights_like(out)).sum(), [p for own in parameters for p in own])
+    flat = torch.autograd.grad(
+        (out * weights_like(out)).sum(), [p for own in parameters for p in own]
+    )
     size = len(parameters[0])
     return out.detach(), [torch.stack(flat[i::size]) for i in range(size)]
 
 
 def weights_like(out: Tensor) -> Tensor:
-    return torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(out.dtype)
+    return torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    ).to(out.dtype)
 
 
 def joined(leaves: Sequence[Tensor]) -> Tensor:
     return torch.cat([leaf.flatten().double() for leaf in leaves])
 
 
-def check(model: nn.Sequential, x: Tensor, phi: dict[str, Tensor] | None = None, tol: float = 1e-12, sets: Sequence[int] = ()) -> None:
+def check(
+    model: nn.Sequential,
+    x: Tensor,
+    phi: dict[str, Tensor] | None = None,
+    tol: float = 1e-12,
+    sets: Sequence[int] = (),
+) -> None:
     model = model.double()
     phi = rows_of(model) if phi is None else phi
     out, gradient = by_trunk(model, phi, x, sets)
@@ -105,7 +147,7 @@ def check(model: nn.Sequential, x: Tensor, phi: dict[str, Tensor] | None = None,
         assert float((mine - theirs).norm()) <= tol * total, name
 
 
-# --------------------------------------------------------------------------------------------- what it computes
+# --------------------------------------------------------------------------------- what it computes
 
 SHAPES = {1: [(17,), (24,)], 2: [(16, 17), (17, 18)]}
 
@@ -113,16 +155,23 @@ SHAPES = {1: [(17,), (24,)], 2: [(16, 17), (17, 18)]}
 @pytest.mark.parametrize(("axes", "convolution"), [(1, Columns), (2, Columns), (2, Native)])
 @pytest.mark.parametrize("padding", [0, 1, 2])
 @pytest.mark.parametrize("kernel", [1, 3, 5])
-def test_equals_the_layers(axes: int, kernel: int, padding: int, convolution: Any, monkeypatch: pytest.MonkeyPatch):
+def test_equals_the_layers(
+    axes: int, kernel: int, padding: int, convolution: Any, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(cpu, "_convolution", lambda block, *_: convolution(block))
     torch.manual_seed(0)
     for channels, shape in zip(([1, 4, 5], [3, 5, 4]), SHAPES[axes], strict=True):
-        check(blocks(axes, channels, kernel_size=kernel, padding=padding), images((channels[0], *shape)))
+        check(
+            blocks(axes, channels, kernel_size=kernel, padding=padding),
+            images((channels[0], *shape)),
+        )
 
 
 @pytest.mark.parametrize(("axes", "convolution"), [(1, Columns), (2, Columns), (2, Native)])
 @pytest.mark.parametrize("sets", [(4, 4), (2, 4), (6, 3), (1, 3), (4, 2, 6), (5, 3)])
-def test_sets_that_go_together_are_normalised_apart(axes: int, sets: tuple[int, ...], convolution: Any, monkeypatch: pytest.MonkeyPatch):
+def test_sets_that_go_together_are_normalised_apart(
+    axes: int, sets: tuple[int, ...], convolution: Any, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(cpu, "_convolution", lambda block, *_: convolution(block))
     torch.manual_seed(0)
     for channels, shape in zip(([1, 4, 5], [3, 5, 4]), SHAPES[axes], strict=True):
@@ -134,7 +183,11 @@ def test_sets_that_go_together_are_normalised_apart(axes: int, sets: tuple[int, 
         for n in ("1.weight", "5.weight"):
             phi[n][:, 0], phi[n][1, 1] = -1.0, 0.0
         check(model, x, phi, sets=sets)
-    check(blocks(axes, [1, 4, 3], affine=False, bias=False), images((1, *SHAPES[axes][0]), sum(sets)), sets=sets)
+    check(
+        blocks(axes, [1, 4, 3], affine=False, bias=False),
+        images((1, *SHAPES[axes][0]), sum(sets)),
+        sets=sets,
+    )
 
 
 def test_many_small_groups_do_not_go_together():
@@ -145,7 +198,9 @@ def test_many_small_groups_do_not_go_together():
     assert trunk is not None
     assert join(trunk, [trunk.prepare(images((1, 17), n)) for n in (5, 7)]) is not None
     assert join(trunk, [trunk.prepare(images((1, 17), n)) for n in (8, 9)]) is None
-    assert join(trunk, [trunk.prepare(images((1, n))) for n in (17, 19)]) is None, "of different sizes"
+    assert join(trunk, [trunk.prepare(images((1, n))) for n in (17, 19)]) is None, (
+        "of different sizes"
+    )
 
 
 def test_kernels_that_are_not_square():
@@ -210,7 +265,9 @@ def test_without_variance():
     """Nothing varies at all: the outputs are relu(β), and no filter has any influence."""
     model = blocks(2, [1, 4, 3], padding=0).double()
     phi = rows_of(model)
-    out, gradient = by_trunk(model, phi, torch.full((TASKS, 4, 1, 14, 14), 0.7, dtype=torch.float64))
+    out, gradient = by_trunk(
+        model, phi, torch.full((TASKS, 4, 1, 14, 14), 0.7, dtype=torch.float64)
+    )
     expected = phi["5.bias"].relu()[:, None, :, None, None].expand_as(out)
     assert torch.allclose(out, expected, rtol=0, atol=1e-12)
     found = dict(zip(dict(model.named_parameters()), gradient, strict=True))
@@ -241,7 +298,10 @@ def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch):
 def test_float32_is_as_precise_as_the_layers(axes: int):
     torch.manual_seed(0)
     model = blocks(axes, [1, 16, 16, 16])
-    x, phi = images((1, *[24] * axes), examples=6), {n: leaf.float().double() for n, leaf in rows_of(model).items()}
+    x, phi = (
+        images((1, *[24] * axes), examples=6),
+        {n: leaf.float().double() for n, leaf in rows_of(model).items()},
+    )
     for shift in (0.0, 30.0):
         data = (x + shift).float()
         exact = by_layers(model.double(), phi, data.double())
@@ -274,18 +334,26 @@ def test_one_backward_pass_only():
     assert found is not None
     trunk = cpu.CPUTrunk(found.blocks)
     phi = {n: leaf.requires_grad_() for n, leaf in rows_of(model).items()}
-    own = [BlockWeights(*(phi[f"{i}.{n}"] for i in (at, at + 1) for n in ("weight", "bias"))) for at in (0, 4)]
+    own = [
+        BlockWeights(*(phi[f"{i}.{n}"] for i in (at, at + 1) for n in ("weight", "bias")))
+        for at in (0, 4)
+    ]
     out = trunk.outputs(trunk.prepare(images((1, 17))), own).sum()
     torch.autograd.grad(out, list(phi.values()), retain_graph=True, allow_unused=True)
     with pytest.raises(AssertionError, match="second backward pass"):
         torch.autograd.grad(out, list(phi.values()), allow_unused=True)
 
 
-# -------------------------------------------------------------------------------------------------- where it runs
+# ------------------------------------------------------------------------------------ where it runs
 
 
 def block(**changes: nn.Module) -> list[nn.Module]:
-    layers = {"conv": nn.Conv1d(1, 4, 3), "norm": nn.BatchNorm1d(4), "relu": nn.ReLU(), "pool": nn.MaxPool1d(2)}
+    layers = {
+        "conv": nn.Conv1d(1, 4, 3),
+        "norm": nn.BatchNorm1d(4),
+        "relu": nn.ReLU(),
+        "pool": nn.MaxPool1d(2),
+    }
     return list((layers | changes).values())
 
 
@@ -337,17 +405,25 @@ def test_autocast_and_half_precision_run_layer_by_layer():
         assert trunk_for(device, torch.float32, found.blocks) is None
     wide = match(blocks(2, [64, 4]))
     assert wide is not None
-    assert trunk_for(device, torch.float32, wide.blocks) is None, "windows too large for a covariance"
+    assert trunk_for(device, torch.float32, wide.blocks) is None, (
+        "windows too large for a covariance"
+    )
 
 
 def meta_gradient(model: nn.Module, tasks: mn.TaskBatch, estimator: Any, **options: Any) -> Tensor:
     solver = mn.GradientDescent(lr=0.05, steps=2)
-    learner = mn.MetaLearner(model, F.cross_entropy, solver=solver, estimator=estimator, engine="stacked", **options)
+    learner = mn.MetaLearner(
+        model, F.cross_entropy, solver=solver, estimator=estimator, engine="stacked", **options
+    )
     gradient, _ = learner.meta_gradient(tasks)
     return joined(list(gradient.values()))
 
 
-@pytest.mark.parametrize("estimator", [mn.FOBMAML(), mn.FOBMAML(nudge="gradient", stencil="five-point"), mn.FOMAML()], ids=str)
+@pytest.mark.parametrize(
+    "estimator",
+    [mn.FOBMAML(), mn.FOBMAML(nudge="gradient", stencil="five-point"), mn.FOMAML()],
+    ids=str,
+)
 def test_meta_gradients_do_not_depend_on_portions(estimator: Any, monkeypatch: pytest.MonkeyPatch):
     """All rows at once, a few, one; chunks; layer by layer."""
     torch.manual_seed(0)
@@ -421,7 +497,13 @@ def test_sets_are_kept_apart_where_examples_meet_elsewhere(evaluated: list[str])
         evaluated.clear()
         solver = {"lr": 0.05, "steps": 2} | solver
         estimator = mn.FOBMAML(nudge="loss", nu=0.1)
-        learner = mn.MetaLearner(model.double(), loss, solver=mn.GradientDescent(**solver), estimator=estimator, engine="stacked")
+        learner = mn.MetaLearner(
+            model.double(),
+            loss,
+            solver=mn.GradientDescent(**solver),
+            estimator=estimator,
+            engine="stacked",
+        )
         learner.meta_gradient(few_shot_tasks())
         return evaluated
 
@@ -429,7 +511,9 @@ def test_sets_are_kept_apart_where_examples_meet_elsewhere(evaluated: list[str])
     features = [*blocks(2, [1, 4, 4]), nn.Flatten(), nn.Linear(64, 8)]
     assert "both" in run(nn.Sequential(*features, nn.ReLU(), nn.Linear(8, 3)))
     assert "both" not in run(nn.Sequential(*features, nn.BatchNorm1d(8), nn.Linear(8, 3)))
-    assert "both" not in run(nn.Sequential(*features, nn.ReLU(), nn.Linear(8, 3)), smooth), "it may look at all examples"
+    assert "both" not in run(nn.Sequential(*features, nn.ReLU(), nn.Linear(8, 3)), smooth), (
+        "it may look at all examples"
+    )
     assert "both" not in run(nn.Sequential(*features, nn.ReLU(), nn.Linear(8, 3)), batch_size=2)
 
 
@@ -442,13 +526,15 @@ def test_the_engine_for_a_model_that_begins_with_blocks():
 
     model = mn.models.Conv4(ways=5)
     assert chosen(model) == "stacked"
-    assert chosen(model, estimator=mn.IMAML()) == "stacked", "second derivatives run layer by layer, but side by side"
+    assert chosen(model, estimator=mn.IMAML()) == "stacked", (
+        "second derivatives run layer by layer, but side by side"
+    )
     assert chosen(mn.models.Conv4(ways=5).eval()) == "inplace", "statistics of another data set"
     assert chosen(mn.models.MLP(784, 5, hidden=(200, 40))) == "inplace"
     assert chosen(nn.Sequential(model, nn.Identity()).to(torch.bfloat16)) == "inplace"
 
 
-# -------------------------------------------------------------------------------------------------- the loss of all rows
+# ----------------------------------------------------------------------------- the loss of all rows
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -465,7 +551,11 @@ def test_cross_entropy_of_all_rows(ignored: bool):
     assert torch.allclose(losses, expected, rtol=1e-14)
     probabilities = outputs.softmax(-1)
     losses = losses_of_rows(objective)(outputs, probabilities)
-    assert torch.allclose(losses, torch.stack([F.cross_entropy(o, t) for o, t in zip(outputs, probabilities, strict=True)]), rtol=1e-14)
+    assert torch.allclose(
+        losses,
+        torch.stack([F.cross_entropy(o, t) for o, t in zip(outputs, probabilities, strict=True)]),
+        rtol=1e-14,
+    )
 
 
 def test_chains_say_whether_they_run_a_trunk():

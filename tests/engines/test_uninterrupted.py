@@ -21,7 +21,10 @@ def tell(number: int, frame: FrameType | None) -> None:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)}
+    before = {
+        number: signal.signal(number, tell)
+        for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -1,4 +1,6 @@
-"""FO-MAML, Reptile, iMAML and ES-MAML against their formulas, evaluated here with plain autograd at a φ_K found by a plain loop."""
+"""FO-MAML, Reptile, iMAML and ES-MAML against their formulas, evaluated here with plain autograd at
+a φ_K found by a plain loop.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Parameters = dict[str, Tensor]
 
 
 def meta_gradient(setup: Setup, estimator, solver=GD, *, lam=LAM, engine="stacked") -> Parameters:
-    learner = mn.MetaLearner(setup.model, setup.loss, lam=lam, solver=solver, estimator=estimator, engine=engine)
+    learner = mn.MetaLearner(
+        setup.model, setup.loss, lam=lam, solver=solver, estimator=estimator, engine=engine
+    )
     return learner.meta_gradient(setup.tasks, metrics=False)[0]
 
 
@@ -59,7 +63,12 @@ def mean(rows: list[Parameters]) -> Parameters:
 def test_fomaml_is_the_query_gradient_at_the_adapted_parameters(make, engine):
     setup = make()
     theta = parameters(setup)
-    expected = mean([gradient_at(setup, adapted(setup, theta, task.support), task.query) for task in setup.tasks])
+    expected = mean(
+        [
+            gradient_at(setup, adapted(setup, theta, task.support), task.query)
+            for task in setup.tasks
+        ]
+    )
     assert relative_error(meta_gradient(setup, mn.FOMAML(), engine=engine), expected) < 1e-12
 
 
@@ -67,7 +76,11 @@ def test_fomaml_is_the_query_gradient_at_the_adapted_parameters(make, engine):
     ("estimator", "solver", "factor"),
     [
         (mn.Reptile(), GD, 1 / (STEPS * LR)),
-        (mn.Reptile(), mn.TorchOptimizer(torch.optim.SGD, steps=STEPS, options={"lr": LR}), 1 / (STEPS * LR)),
+        (
+            mn.Reptile(),
+            mn.TorchOptimizer(torch.optim.SGD, steps=STEPS, options={"lr": LR}),
+            1 / (STEPS * LR),
+        ),
         (mn.Reptile(scale=0.7), GD, 0.7),
     ],
     ids=["GD", "SGD of torch", "own scale"],
@@ -85,7 +98,12 @@ def test_reptile_is_the_scaled_way_back(estimator, solver, factor, engine):
 def test_reptile_of_one_step_is_the_support_gradient():
     setup = mlp()
     expected = mean([gradient_at(setup, parameters(setup), task.support) for task in setup.tasks])
-    assert relative_error(meta_gradient(setup, mn.Reptile(), mn.GradientDescent(lr=0.3, steps=1)), expected) < 1e-12
+    assert (
+        relative_error(
+            meta_gradient(setup, mn.Reptile(), mn.GradientDescent(lr=0.3, steps=1)), expected
+        )
+        < 1e-12
+    )
 
 
 def test_reptile_needs_a_learning_rate():
@@ -99,7 +117,9 @@ def implicit_systems(setup: Setup, lam: Tensor) -> list[tuple[Tensor, Tensor]]:
     theta = parameters(setup)
     for task in setup.tasks:
         phi = {n: leaf.requires_grad_() for n, leaf in adapted(setup, theta, task.support).items()}
-        g = torch.autograd.grad(loss_at(setup, phi, task.support), list(phi.values()), create_graph=True)
+        g = torch.autograd.grad(
+            loss_at(setup, phi, task.support), list(phi.values()), create_graph=True
+        )
         flat = torch.cat([leaf.flatten() for leaf in g])
         rows = [torch.autograd.grad(entry, list(phi.values()), retain_graph=True) for entry in flat]
         hessian = torch.stack([torch.cat([leaf.flatten() for leaf in row]) for row in rows])
@@ -115,7 +135,11 @@ def test_imaml_and_exact_solve_the_implicit_system_at_the_point_reached(make, en
     size = vector(parameters(setup)).numel()
     systems = implicit_systems(setup, torch.full((size,), LAM, dtype=torch.float64))
     expected = LAM * torch.stack([torch.linalg.solve(A, b) for A, b in systems]).mean(0)
-    for estimator in [mn.IMAML(cg_steps=size), mn.IMAML(cg_steps=2 * size, tol=1e-13), *([mn.Exact()] if engine == "stacked" else [])]:
+    for estimator in [
+        mn.IMAML(cg_steps=size),
+        mn.IMAML(cg_steps=2 * size, tol=1e-13),
+        *([mn.Exact()] if engine == "stacked" else []),
+    ]:
         assert relative_error(meta_gradient(setup, estimator, engine=engine), expected) < 1e-11
 
 
@@ -125,8 +149,18 @@ def test_damping_stiffens_the_linear_system_alone(engine):
     setup, damping = mlp(tasks=2), 3.0
     size = vector(parameters(setup)).numel()
     systems = implicit_systems(setup, torch.full((size,), LAM, dtype=torch.float64))
-    expected = LAM * torch.stack([torch.linalg.solve(A + damping * torch.eye(size, dtype=torch.float64), b) for A, b in systems]).mean(0)
-    assert relative_error(meta_gradient(setup, mn.IMAML(cg_steps=size, damping=damping), engine=engine), expected) < 1e-11
+    expected = LAM * torch.stack(
+        [
+            torch.linalg.solve(A + damping * torch.eye(size, dtype=torch.float64), b)
+            for A, b in systems
+        ]
+    ).mean(0)
+    assert (
+        relative_error(
+            meta_gradient(setup, mn.IMAML(cg_steps=size, damping=damping), engine=engine), expected
+        )
+        < 1e-11
+    )
 
 
 @pytest.mark.parametrize("cg_steps", [1, 2, 3])
@@ -141,11 +175,18 @@ def test_imaml_of_few_steps_is_the_best_in_the_krylov_space(cg_steps):
             krylov.append(A @ krylov[-1])
         basis = torch.linalg.qr(torch.stack(krylov, 1)).Q
         expected.append(LAM * basis @ torch.linalg.solve(basis.T @ A @ basis, basis.T @ b))
-    assert relative_error(meta_gradient(setup, mn.IMAML(cg_steps=cg_steps)), torch.stack(expected).mean(0)) < 1e-10
+    assert (
+        relative_error(
+            meta_gradient(setup, mn.IMAML(cg_steps=cg_steps)), torch.stack(expected).mean(0)
+        )
+        < 1e-10
+    )
 
 
 def test_es_maml_is_the_antithetic_average_of_the_adapted_query_losses():
-    """The perturbations are read off the points at which the model is evaluated first in every solve."""
+    """The perturbations are read off the points at which the model is evaluated first in every
+    solve.
+    """
     setup, sigma, samples = mlp(tasks=2), 0.05, 3
     theta = parameters(setup)
     seen: list[tuple[int, Tensor]] = []
@@ -157,7 +198,8 @@ def test_es_maml_is_the_antithetic_average_of_the_adapted_query_losses():
     estimator = mn.ESMAML(sigma=sigma, samples=samples, seed=5)
     gradient = meta_gradient(Setup(setup.model, watching, setup.tasks), estimator, engine="inplace")
 
-    # A solve is STEPS support evaluations and one query evaluation; each task takes 2·samples of them.
+    # A solve is STEPS support evaluations and one query evaluation; each task takes 2·samples of
+    # them.
     assert len(seen) == 2 * 2 * samples * (STEPS + 1)
     starts = [(place - vector(theta)) / sigma for _, place in seen[:: STEPS + 1]]
     assert {size for size, _ in seen[STEPS :: STEPS + 1]} == {setup.tasks[0].num_query}
@@ -174,22 +216,33 @@ def test_es_maml_is_the_antithetic_average_of_the_adapted_query_losses():
             for sign in (1, -1):
                 moved = unflattened(vector(theta) + sign * sigma * direction, theta)
                 values.append(loss_at(setup, adapted(setup, moved, task.support), task.query))
-            total += (values[0] - values[1]) / (2 * sigma) * direction / (samples * len(setup.tasks))
+            total += (
+                (values[0] - values[1]) / (2 * sigma) * direction / (samples * len(setup.tasks))
+            )
     assert relative_error(gradient, total.detach()) < 1e-10
     assert relative_error(meta_gradient(setup, estimator, engine="stacked"), gradient) < 1e-10
-    assert relative_error(meta_gradient(setup, mn.ESMAML(sigma=sigma, samples=samples, seed=6)), gradient) > 0.1
+    assert (
+        relative_error(
+            meta_gradient(setup, mn.ESMAML(sigma=sigma, samples=samples, seed=6)), gradient
+        )
+        > 0.1
+    )
 
 
 def test_es_maml_draws_anew_in_every_meta_step():
     setup = mlp(tasks=2)
 
     def learner() -> mn.MetaLearner:
-        return mn.MetaLearner(setup.model, setup.loss, lam=LAM, solver=GD, estimator=mn.ESMAML(samples=2, seed=5))
+        return mn.MetaLearner(
+            setup.model, setup.loss, lam=LAM, solver=GD, estimator=mn.ESMAML(samples=2, seed=5)
+        )
 
     one, another = learner(), learner()
     steps = [one.meta_gradient(setup.tasks)[0] for _ in range(3)]
     assert all(relative_error(a, b) > 0.1 for a, b in itertools.combinations(steps, 2))
-    assert all(relative_error(another.meta_gradient(setup.tasks)[0], step) == 0 for step in steps), "seeded all the same"
+    assert all(
+        relative_error(another.meta_gradient(setup.tasks)[0], step) == 0 for step in steps
+    ), "seeded all the same"
     given = [one.meta_gradient(setup.tasks, seed=7)[0] for _ in range(2)]
     assert relative_error(*given) == 0
     assert relative_error(given[0], steps[0]) > 0.1
@@ -201,7 +254,9 @@ def unflattened(flat: Tensor, like: Parameters) -> Parameters:
 
 
 def flat_support(slope: float, curvature: float) -> Setup:
-    """Support losses without curvature (constant, or linear with a slope), query losses quadratic or linear."""
+    """Support losses without curvature (constant, or linear with a slope), query losses quadratic
+    or linear.
+    """
     setup = quadratic(10, dim=6, tasks=2, same=False, split=2)
     (A_hat, b_hat), (A, b) = setup.tasks.stacks[0].support, setup.tasks.stacks[0].query
     tasks = mn.TaskBatch(support=(0 * A_hat, slope * b_hat), query=(curvature * A, b))
@@ -220,14 +275,21 @@ def reached(solver, lam: Tensor, momentum: float) -> Tensor:
 LAMS = {
     "one λ": (0.7, torch.full((6,), 0.7, dtype=torch.float64)),
     "λ per parameter": (
-        {"theta": torch.tensor([0.5, 1.0], dtype=torch.float64), "rest": torch.tensor([0.3, 2.0, 4.0, 0.8], dtype=torch.float64)},
+        {
+            "theta": torch.tensor([0.5, 1.0], dtype=torch.float64),
+            "rest": torch.tensor([0.3, 2.0, 4.0, 0.8], dtype=torch.float64),
+        },
         torch.tensor([0.5, 1.0, 0.3, 2.0, 4.0, 0.8], dtype=torch.float64),
     ),
 }
 
 
 @pytest.mark.parametrize(("lam", "stiffness"), LAMS.values(), ids=LAMS)
-@pytest.mark.parametrize("solver", [mn.GradientDescent(lr=0.15, steps=5), mn.Nesterov(lr=0.15, steps=5)], ids=["GD", "Nesterov"])
+@pytest.mark.parametrize(
+    "solver",
+    [mn.GradientDescent(lr=0.15, steps=5), mn.Nesterov(lr=0.15, steps=5)],
+    ids=["GD", "Nesterov"],
+)
 @pytest.mark.parametrize(
     ("nudge", "slope", "curvature"),
     [
@@ -248,12 +310,23 @@ def test_unconverged_nudges_shrink_by_a_known_factor_where_the_support_loss_is_f
     factor = reached(solver, stiffness, momentum)
     if isinstance(solver, mn.GradientDescent):
         torch.testing.assert_close(factor, 1 - (1 - solver.lr * stiffness) ** solver.steps)
-    assert float((1 - factor).abs().max()) > 0.1  # momentum may also overshoot the stiffest parameters
+    # momentum may also overshoot the stiffest parameters
+    assert float((1 - factor).abs().max()) > 0.1
     for start in ("theta", "solution"):
-        options = {"nu": None if stencil == "tangent" else 0.1, "stencil": stencil, "nudge": nudge, "start": start}
+        options = {
+            "nu": None if stencil == "tangent" else 0.1,
+            "stencil": stencil,
+            "nudge": nudge,
+            "start": start,
+        }
         shrunk = meta_gradient(setup, mn.FOBMAML(**options), solver, lam=lam)
         assert relative_error(shrunk, factor * true) < 1e-12
-        assert relative_error(meta_gradient(setup, mn.FOBMAML(**options, unshrink=True), solver, lam=lam), true) < 1e-12
+        assert (
+            relative_error(
+                meta_gradient(setup, mn.FOBMAML(**options, unshrink=True), solver, lam=lam), true
+            )
+            < 1e-12
+        )
     for unshrink in (False, True):  # starting at the shifted centre nothing is left to reach
         estimator = mn.FOBMAML(**{**options, "start": "shifted"}, unshrink=unshrink)
         assert relative_error(meta_gradient(setup, estimator, solver, lam=lam), true) < 1e-12
@@ -261,10 +334,23 @@ def test_unconverged_nudges_shrink_by_a_known_factor_where_the_support_loss_is_f
 
 @pytest.mark.parametrize(("lam", "stiffness"), LAMS.values(), ids=LAMS)
 def test_unshrunk_tangent_of_the_loss_nudge_is_exact_for_any_query_loss(lam, stiffness):
-    """With a constant support loss φ stays at θ, so that even a curved query loss pulls with ∇f(θ) all the way."""
+    """With a constant support loss φ stays at θ, so that even a curved query loss pulls with ∇f(θ)
+    all the way.
+    """
     setup = flat_support(slope=0.0, curvature=1.0)
     solver = mn.GradientDescent(lr=0.15, steps=5)
     true = vector(meta_gradient(setup, mn.FOMAML(), solver, lam=lam))
     factor = 1 - (1 - solver.lr * stiffness) ** solver.steps
-    assert relative_error(meta_gradient(setup, mn.FOBMAML(stencil="tangent"), solver, lam=lam), factor * true) < 1e-12
-    assert relative_error(meta_gradient(setup, mn.FOBMAML(stencil="tangent", unshrink=True), solver, lam=lam), true) < 1e-12
+    assert (
+        relative_error(
+            meta_gradient(setup, mn.FOBMAML(stencil="tangent"), solver, lam=lam), factor * true
+        )
+        < 1e-12
+    )
+    assert (
+        relative_error(
+            meta_gradient(setup, mn.FOBMAML(stencil="tangent", unshrink=True), solver, lam=lam),
+            true,
+        )
+        < 1e-12
+    )

@@ -1,7 +1,9 @@
-"""Orders of convergence of FO-B-MAML on smooth problems that are not quadratic (paper, Proposition 2 and Corollary 1).
+"""Orders of convergence of FO-B-MAML on smooth problems that are not quadratic (paper, Proposition
+2 and Corollary 1).
 
-With exact inner solves the error is the stencil's truncation error, O(ν), O(ν²), O(ν⁴). With solutions that are off by δ it is
-that plus O(λδ/ν), at best O(δ^½) for the forward and O(δ^⅔) for the symmetric difference.
+With exact inner solves the error is the stencil's truncation error, O(ν), O(ν²), O(ν⁴). With
+solutions that are off by δ it is that plus O(λδ/ν), at best O(δ^½) for the forward and O(δ^⅔) for
+the symmetric difference.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ PROBLEMS = {
 
 
 def meta_gradient(setup: Setup, lam: float, solver: Solver, estimator, engine: str = "stacked"):
-    learner = mn.MetaLearner(setup.model, setup.loss, lam=lam, solver=solver, estimator=estimator, engine=engine)
+    learner = mn.MetaLearner(
+        setup.model, setup.loss, lam=lam, solver=solver, estimator=estimator, engine=engine
+    )
     return learner.meta_gradient(setup.tasks, metrics=False)[0]
 
 
@@ -48,7 +52,9 @@ def problem(name: str):
 def test_truncation_error_has_the_order_of_the_stencil(name, nudge, stencil, nus, order, tolerance):
     setup, lam, truth = problem(name)
     estimators = [mn.FOBMAML(nu=nu, stencil=stencil, nudge=nudge) for nu in nus]
-    errors = [relative_error(meta_gradient(setup, lam, EXACTLY, e, "inplace"), truth) for e in estimators]
+    errors = [
+        relative_error(meta_gradient(setup, lam, EXACTLY, e, "inplace"), truth) for e in estimators
+    ]
     assert errors[0] > 1e-11  # else rounding would be fitted
     assert log_slope(nus, errors) == pytest.approx(order, abs=tolerance)
 
@@ -66,16 +72,27 @@ FORWARD, SYMMETRIC = ("forward", (1e-10, 1e-8, 1e-6), 1), ("symmetric", (1e-9, 1
         ("tanh MLP", "loss", *SYMMETRIC, 2),
     ],
 )
-def test_error_at_the_best_nudge_has_the_order_of_corollary_1(name, nudge, stencil, deltas, order, middle):
-    """The optimum of ν^p + δ/ν lies at a multiple of δ^(1/(p+1)), where the error is a multiple of δ^(p/(p+1))."""
+def test_error_at_the_best_nudge_has_the_order_of_corollary_1(
+    name, nudge, stencil, deltas, order, middle
+):
+    """The optimum of ν^p + δ/ν lies at a multiple of δ^(1/(p+1)), where the error is a multiple of
+    δ^(p/(p+1)).
+    """
     setup, lam, truth = problem(name)
     best = []
     for delta in deltas:
         errors = []
         for multiple in (middle / 4, middle, 4 * middle):
-            estimator = mn.FOBMAML(nu=multiple * delta ** (1 / (order + 1)), stencil=stencil, nudge=nudge)
-            gradients = [meta_gradient(setup, lam, OffBy(delta, seed), estimator, "inplace") for seed in range(2)]
-            errors.append(sum(relative_error(gradient, truth) for gradient in gradients) / len(gradients))
+            estimator = mn.FOBMAML(
+                nu=multiple * delta ** (1 / (order + 1)), stencil=stencil, nudge=nudge
+            )
+            gradients = [
+                meta_gradient(setup, lam, OffBy(delta, seed), estimator, "inplace")
+                for seed in range(2)
+            ]
+            errors.append(
+                sum(relative_error(gradient, truth) for gradient in gradients) / len(gradients)
+            )
         assert errors.index(min(errors)) == 1  # the scan has the optimum inside
         best.append(min(errors))
     assert log_slope(deltas, best) == pytest.approx(order / (order + 1), abs=0.02)

@@ -1,4 +1,5 @@
-"""Every estimator against the closed form of quadratic tasks (paper, App. "Quadratic objective experiment").
+"""Every estimator against the closed form of quadratic tasks (paper, App. "Quadratic objective
+experiment").
 
 The inner solves reach 1e-12, so what is left of an error belongs to the estimator.
 """
@@ -11,7 +12,15 @@ import pytest
 import torch
 
 import metanudge as mn
-from problems import Setup, log_slope, quadratic, quadratic_meta_gradient, quadratic_solutions, relative_error, vector
+from problems import (
+    Setup,
+    log_slope,
+    quadratic,
+    quadratic_meta_gradient,
+    quadratic_solutions,
+    relative_error,
+    vector,
+)
 
 LAM = 0.5
 NEWTON = mn.NewtonCG(steps=10, cg_steps=60, tol=1e-12)
@@ -21,10 +30,11 @@ STARTS = pytest.mark.parametrize("start", ["theta", "shifted", "solution"])
 NUDGES = pytest.mark.parametrize("nudge", ["loss", "gradient"])
 STENCILS = pytest.mark.parametrize("stencil", ["forward", "symmetric", "five-point"])
 
+# the paper has f = f̂, which would hide a mix-up of the two
 TASKS = {
     "condition 10": {"condition": 10},
     "condition 100": {"condition": 100},
-    "query of its own": {"condition": 100, "same": False},  # the paper has f = f̂, which would hide a mix-up of the two
+    "query of its own": {"condition": 100, "same": False},
 }
 
 
@@ -34,7 +44,9 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 def meta_gradient(setup: Setup, solver, estimator, *, lam=LAM, engine="stacked"):
-    learner = mn.MetaLearner(setup.model, setup.loss, lam=lam, solver=solver, estimator=estimator, engine=engine)
+    learner = mn.MetaLearner(
+        setup.model, setup.loss, lam=lam, solver=solver, estimator=estimator, engine=engine
+    )
     return learner.meta_gradient(setup.tasks, metrics=False)
 
 
@@ -62,7 +74,9 @@ def test_implicit_gradients_of_a_badly_conditioned_inner_problem(estimator):
     assert error(setup, NEWTON, estimator, lam=1e-3) < 1e-10  # condition number 92
 
 
-@pytest.mark.parametrize("solver", [NESTEROV, mn.GradientDescent(lr=1.0, steps=60)], ids=["Nesterov", "GD"])
+@pytest.mark.parametrize(
+    "solver", [NESTEROV, mn.GradientDescent(lr=1.0, steps=60)], ids=["Nesterov", "GD"]
+)
 def test_maml_of_many_steps(setup, solver):
     assert error(setup, solver, mn.MAML()) < 1e-12
 
@@ -96,7 +110,9 @@ def test_gradient_nudge_has_no_truncation_error(stencil, start):
 
 @STENCILS
 def test_loss_nudge_is_its_stencil_of_nudged_solutions(setup, stencil):
-    """At a large ν the estimate is −λ times the textbook difference of φ_ν = (Â + νA + λ)⁻¹(λθ − b̂ − νb)."""
+    """At a large ν the estimate is −λ times the textbook difference of φ_ν = (Â + νA + λ)⁻¹(λθ − b̂
+    − νb).
+    """
     nu, theta = 0.1, setup.model.vector.detach()
 
     def phi(nu: float) -> torch.Tensor:
@@ -112,7 +128,9 @@ def test_loss_nudge_is_its_stencil_of_nudged_solutions(setup, stencil):
         "symmetric": lambda: (phi(nu) - phi(-nu)) / (2 * nu),
         "five-point": lambda: (phi(-2 * nu) - 8 * phi(-nu) + 8 * phi(nu) - phi(2 * nu)) / (12 * nu),
     }[stencil]()
-    gradient, stats = meta_gradient(setup, NEWTON, mn.FOBMAML(nu=nu, stencil=stencil), engine="inplace")
+    gradient, stats = meta_gradient(
+        setup, NEWTON, mn.FOBMAML(nu=nu, stencil=stencil), engine="inplace"
+    )
     assert stats.nu == nu
     assert relative_error(gradient, -LAM * difference) < 1e-11
 
@@ -127,7 +145,10 @@ def test_tangent(case, nudge, start):
 
 PER_PARAMETER = torch.logspace(-0.5, 0.5, 20, dtype=torch.float64)
 STIFFNESSES = {
-    "per tensor": ({"theta": 0.5, "rest": 3.0}, torch.tensor([0.5] * 8 + [3.0] * 12, dtype=torch.float64)),
+    "per tensor": (
+        {"theta": 0.5, "rest": 3.0},
+        torch.tensor([0.5] * 8 + [3.0] * 12, dtype=torch.float64),
+    ),
     "per parameter": ({"theta": PER_PARAMETER[:8], "rest": PER_PARAMETER[8:]}, PER_PARAMETER),
 }
 
@@ -159,7 +180,9 @@ def test_stiffness_per_tensor_and_per_parameter(lam, expanded, solver, estimator
 
 
 def test_closed_form_is_the_derivative_of_the_outer_objective():
-    """The oracle itself, against central differences of F(θ) = f(φ*(θ)), which are exact for a quadratic F."""
+    """The oracle itself, against central differences of F(θ) = f(φ*(θ)), which are exact for a
+    quadratic F.
+    """
     setup = quadratic(100, tasks=2, same=False, split=8)
     model, lam, step = setup.model, PER_PARAMETER, 1e-2
 
@@ -175,25 +198,34 @@ def test_closed_form_is_the_derivative_of_the_outer_objective():
 
     theta, closed_form = model.vector.detach().clone(), quadratic_meta_gradient(setup, lam)
     basis = torch.eye(20, dtype=torch.float64)
-    difference = torch.tensor([(outer(theta + step * e) - outer(theta - step * e)) / (2 * step) for e in basis], dtype=theta.dtype)
+    difference = torch.tensor(
+        [(outer(theta + step * e) - outer(theta - step * e)) / (2 * step) for e in basis],
+        dtype=theta.dtype,
+    )
     assert relative_error(difference, closed_form) < 1e-10
 
 
 def test_error_of_es_maml_falls_as_one_over_the_root_of_the_samples():
     setup = quadratic(10, dim=20, tasks=1, same=False)
-    # F(θ) = f(φ_K(θ)) for the K steps that are run, so its gradient is MAML's. It is quadratic: σ adds no error.
+    # F(θ) = f(φ_K(θ)) for the K steps that are run, so its gradient is MAML's. It is quadratic: σ
+    # adds no error.
     solver = mn.GradientDescent(lr=0.5, steps=2)
     truth, _ = meta_gradient(setup, solver, mn.MAML())
     counts, seeds = (4, 16, 64), range(10)
     root_mean_squares = []
     for samples in counts:
         estimators = [mn.ESMAML(sigma=0.1, samples=samples, seed=seed) for seed in seeds]
-        gradients = [meta_gradient(setup, solver, estimator, engine="inplace")[0] for estimator in estimators]
+        gradients = [
+            meta_gradient(setup, solver, estimator, engine="inplace")[0] for estimator in estimators
+        ]
         squares = [relative_error(gradient, truth) ** 2 for gradient in gradients]
         root_mean_squares.append(math.sqrt(sum(squares) / len(squares)))
     assert log_slope(counts, root_mean_squares) == pytest.approx(-0.5, abs=0.1)
-    # The estimate is the mean of n matrices εεᵀ times the gradient, whose variance is (d + 1)/n of its square.
-    assert root_mean_squares == pytest.approx([math.sqrt((20 + 1) / samples) for samples in counts], rel=0.2)
+    # The estimate is the mean of n matrices εεᵀ times the gradient, whose variance is (d + 1)/n of
+    # its square.
+    assert root_mean_squares == pytest.approx(
+        [math.sqrt((20 + 1) / samples) for samples in counts], rel=0.2
+    )
 
 
 def test_samples_of_es_maml_in_different_meta_steps_are_independent():
@@ -204,7 +236,11 @@ def test_samples_of_es_maml_in_different_meta_steps_are_independent():
     squares = []
     for seed in seeds:
         estimator = mn.ESMAML(sigma=0.1, samples=1, seed=seed)
-        learner = mn.MetaLearner(setup.model, setup.loss, lam=LAM, solver=solver, estimator=estimator, engine="inplace")
+        learner = mn.MetaLearner(
+            setup.model, setup.loss, lam=LAM, solver=solver, estimator=estimator, engine="inplace"
+        )
         gradients = [vector(learner.meta_gradient(setup.tasks)[0]) for _ in range(meta_steps)]
         squares.append(relative_error(torch.stack(gradients).mean(0), truth) ** 2)
-    assert math.sqrt(sum(squares) / len(squares)) == pytest.approx(math.sqrt((20 + 1) / meta_steps), rel=0.2)
+    assert math.sqrt(sum(squares) / len(squares)) == pytest.approx(
+        math.sqrt((20 + 1) / meta_steps), rel=0.2
+    )

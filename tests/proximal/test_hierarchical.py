@@ -1,7 +1,8 @@
 """Learned stiffness finds the best one: for hierarchical Gaussian tasks it is known.
 
-y = Xw_i + σε with w_i ~ N(w̄, τ²I). The posterior mean of w_i given n examples minimises (1/n)‖y − Xw‖² + ½λ‖w − w̄‖² with
-λ = 2σ²/(nτ²), and no other estimate has a smaller expected squared error on new examples: the best meta-parameters are θ = w̄ and this λ.
+y = Xw_i + σε with w_i ~ N(w̄, τ²I). The posterior mean of w_i given n examples minimises (1/n)‖y −
+Xw‖² + ½λ‖w − w̄‖² with λ = 2σ²/(nτ²), and no other estimate has a smaller expected squared error on
+new examples: the best meta-parameters are θ = w̄ and this λ.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ def draw(generator: torch.Generator) -> mn.TaskBatch:
     def labelled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x @ w.unsqueeze(-1) + SIGMA * normal(*x.shape[:2], 1)
 
-    # Support inputs with XᵀX = nI: one step of conjugate gradient then solves the inner problem exactly, whatever λ is.
+    # Support inputs with XᵀX = nI: one step of conjugate gradient then solves the inner problem
+    # exactly, whatever λ is.
     orthogonal = SUPPORT**0.5 * torch.linalg.qr(normal(SUPPORT, DIM)).Q
-    return mn.TaskBatch(labelled(orthogonal.expand(TASKS, -1, -1)), labelled(normal(TASKS, QUERY, DIM)))
+    return mn.TaskBatch(
+        labelled(orthogonal.expand(TASKS, -1, -1)), labelled(normal(TASKS, QUERY, DIM))
+    )
 
 
 @pytest.mark.parametrize("factor", [100.0, 0.01])

@@ -1,4 +1,6 @@
-"""Learned stiffness: its meta-gradient against dense implicit differentiation and against autograd through the steps."""
+"""Learned stiffness: its meta-gradient against dense implicit differentiation and against autograd
+through the steps.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,16 @@ from metanudge.testing.memory import Allocations, trainable_bytes
 from problems import Setup, quadratic, relative_error, seeded
 
 # torch's own forward-mode decompositions are scripted on first use.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 PRECISE = mn.GradientDescent(lr=0.4, steps=70)
 FORMS = ("scalar", "tensor", "parameter")
-PROBLEMS: dict[str, Callable[[], Setup]] = {"quadratic": lambda: quadratic(5.0, dim=6, split=2, same=False), "mlp": small}
+PROBLEMS: dict[str, Callable[[], Setup]] = {
+    "quadratic": lambda: quadratic(5.0, dim=6, split=2, same=False),
+    "mlp": small,
+}
 
 
 def start(setup: Setup, per: str) -> float | dict[str, float | Tensor]:
@@ -31,21 +38,36 @@ def start(setup: Setup, per: str) -> float | dict[str, float | Tensor]:
     generator = torch.Generator().manual_seed(3)
     values: dict[str, float | Tensor] = {}
     for place, (n, p) in enumerate(setup.model.named_parameters()):
-        values[n] = 1.0 + 0.5 * place if per == "tensor" else 1.0 + torch.rand(p.shape, generator=generator, dtype=torch.float64)
+        values[n] = (
+            1.0 + 0.5 * place
+            if per == "tensor"
+            else 1.0 + torch.rand(p.shape, generator=generator, dtype=torch.float64)
+        )
     return values
 
 
-def learner(setup: Setup, per: str, estimator, solver=PRECISE, engine: str = "stacked") -> mn.MetaLearner:
-    return learner_for(setup, estimator, engine, solver=solver, lam=start(setup, per), learn_lam=per)
+def learner(
+    setup: Setup, per: str, estimator, solver=PRECISE, engine: str = "stacked"
+) -> mn.MetaLearner:
+    return learner_for(
+        setup, estimator, engine, solver=solver, lam=start(setup, per), learn_lam=per
+    )
 
 
 def truth(setup: Setup, per: str) -> dict[str, Tensor]:
     """By `implicit`, with ρ spread over the parameters as `per` says."""
     shapes = {n: p.shape for n, p in setup.model.named_parameters()}
-    rho = {k: p.detach().clone() for k, p in learner(setup, per, mn.Exact()).named_parameters() if k.startswith("log_lam.")}
+    rho = {
+        k: p.detach().clone()
+        for k, p in learner(setup, per, mn.Exact()).named_parameters()
+        if k.startswith("log_lam.")
+    }
 
     def term(phi: Tensor, theta: Tensor, rho: dict[str, Tensor]) -> Tensor:
-        each = [rho["log_lam.all" if per == "scalar" else f"log_lam.{n}"].expand(shape).flatten() for n, shape in shapes.items()]
+        each = [
+            rho["log_lam.all" if per == "scalar" else f"log_lam.{n}"].expand(shape).flatten()
+            for n, shape in shapes.items()
+        ]
         return 0.5 * (torch.cat(each).exp() * (phi - theta) ** 2).sum()
 
     return implicit(setup, term, rho=rho)
@@ -56,7 +78,10 @@ def errors(estimate: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float
     assert list(estimate) == list(exact)
     parts = [{n for n in exact if n.startswith("log_lam.") is learned} for learned in (False, True)]
     assert all(parts)
-    return tuple(relative_error({n: estimate[n] for n in part}, {n: exact[n] for n in part}) for part in parts)
+    return tuple(
+        relative_error({n: estimate[n] for n in part}, {n: exact[n] for n in part})
+        for part in parts
+    )
 
 
 @pytest.mark.parametrize("per", FORMS)
@@ -81,7 +106,9 @@ def test_the_other_stencils_converge_with_their_order(stencil: str, nudge: str):
     for begin in ("theta", "solution"):
         found = [
             errors(
-                learner(setup, "tensor", mn.FOBMAML(nu=nu, stencil=stencil, nudge=nudge, start=begin)).meta_gradient(setup.tasks)[0],
+                learner(
+                    setup, "tensor", mn.FOBMAML(nu=nu, stencil=stencil, nudge=nudge, start=begin)
+                ).meta_gradient(setup.tasks)[0],
                 exact,
             )
             for nu in sizes
@@ -109,7 +136,9 @@ def test_derivatives_without_a_difference_are_exact(problem: str, per: str, esti
 
 
 @pytest.mark.parametrize("per", FORMS)
-@pytest.mark.parametrize("solver", [mn.GradientDescent(0.1, 3), mn.Nesterov(0.1, 3)], ids=["descent", "nesterov"])
+@pytest.mark.parametrize(
+    "solver", [mn.GradientDescent(0.1, 3), mn.Nesterov(0.1, 3)], ids=["descent", "nesterov"]
+)
 def test_maml_is_autograd_through_the_steps(per: str, solver):
     setup = small()
     model, loss, tasks = setup
@@ -128,7 +157,10 @@ def test_maml_is_autograd_through_the_steps(per: str, solver):
         for _ in range(3):
             here = functional_loss(whole, loss, y, task.support)
             g = torch.autograd.grad(here, list(y.values()), create_graph=True)
-            new = {n: y[n] - 0.1 * (slope + lam[n] * (y[n] - theta[n])) for n, slope in zip(names, g, strict=True)}
+            new = {
+                n: y[n] - 0.1 * (slope + lam[n] * (y[n] - theta[n]))
+                for n, slope in zip(names, g, strict=True)
+            }
             y = {n: new[n] + beta * (new[n] - x[n]) for n in names}
             x = new
         values.append(functional_loss(whole, loss, x, task.query))
@@ -159,7 +191,8 @@ def test_engines_and_chunks_agree(per: str, estimator):
     setup = small()
     solver = mn.Nesterov(0.1, 3) if per == "tensor" else mn.GradientDescent(0.1, 3)
     (stacked, stats), (inplace, other) = (
-        learner(setup, per, estimator, solver, engine).meta_gradient(setup.tasks) for engine in ("stacked", "inplace")
+        learner(setup, per, estimator, solver, engine).meta_gradient(setup.tasks)
+        for engine in ("stacked", "inplace")
     )
     assert max(errors(stacked, inplace)) < 1e-10
     assert stats.delta == pytest.approx(other.delta, rel=1e-9)
@@ -171,15 +204,19 @@ def test_engines_and_chunks_agree(per: str, estimator):
 def test_the_gradient_by_theta_is_that_of_the_same_fixed_stiffness():
     setup = small()
     for per in FORMS:
-        learned, _ = learner(setup, per, mn.FOBMAML(nu=0.1), mn.GradientDescent(0.1, 3)).meta_gradient(setup.tasks)
-        fixed, _ = learner_for(setup, mn.FOBMAML(nu=0.1), solver=mn.GradientDescent(0.1, 3), lam=start(setup, per)).meta_gradient(
-            setup.tasks
-        )
+        learned, _ = learner(
+            setup, per, mn.FOBMAML(nu=0.1), mn.GradientDescent(0.1, 3)
+        ).meta_gradient(setup.tasks)
+        fixed, _ = learner_for(
+            setup, mn.FOBMAML(nu=0.1), solver=mn.GradientDescent(0.1, 3), lam=start(setup, per)
+        ).meta_gradient(setup.tasks)
         assert relative_error({n: learned[n] for n in fixed}, fixed) < 1e-14
 
 
 def test_unshrink_divides_the_same_factor_out_of_both():
-    """Where the support loss is flat and K steps reach the share r of the solution, both gradients are r times too small."""
+    """Where the support loss is flat and K steps reach the share r of the solution, both gradients
+    are r times too small.
+    """
     model = nn.Linear(2, 1, bias=False).double()
     x = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -188,12 +225,23 @@ def test_unshrink_divides_the_same_factor_out_of_both():
         return pull[0] * (model.weight * inputs.mean(0)).sum()
 
     setup = Setup(
-        model, loss, mn.TaskBatch((x, torch.ones(2, 4, dtype=torch.float64)), (x.flip(1) + 1, torch.ones(2, 4, dtype=torch.float64)))
+        model,
+        loss,
+        mn.TaskBatch(
+            (x, torch.ones(2, 4, dtype=torch.float64)),
+            (x.flip(1) + 1, torch.ones(2, 4, dtype=torch.float64)),
+        ),
     )
     solver = mn.GradientDescent(0.1, 3)
-    exact, _ = learner_for(setup, mn.Exact(), solver=PRECISE, learn_lam="scalar").meta_gradient(setup.tasks)
-    plain, _ = learner_for(setup, mn.FOBMAML(nu=0.1), solver=solver, learn_lam="scalar").meta_gradient(setup.tasks)
-    whole, _ = learner_for(setup, mn.FOBMAML(nu=0.1, unshrink=True), solver=solver, learn_lam="scalar").meta_gradient(setup.tasks)
+    exact, _ = learner_for(setup, mn.Exact(), solver=PRECISE, learn_lam="scalar").meta_gradient(
+        setup.tasks
+    )
+    plain, _ = learner_for(
+        setup, mn.FOBMAML(nu=0.1), solver=solver, learn_lam="scalar"
+    ).meta_gradient(setup.tasks)
+    whole, _ = learner_for(
+        setup, mn.FOBMAML(nu=0.1, unshrink=True), solver=solver, learn_lam="scalar"
+    ).meta_gradient(setup.tasks)
     reached = 1 - (1 - 0.1 * 2.0) ** 3
     assert relative_error(plain["weight"] / reached, exact["weight"]) < 1e-10
     assert relative_error(whole["weight"], exact["weight"]) < 1e-10
@@ -201,7 +249,7 @@ def test_unshrink_divides_the_same_factor_out_of_both():
     assert float(whole["log_lam.all"] / exact["log_lam.all"]) == pytest.approx(reached, rel=1e-9)
 
 
-# ------------------------------------------------------------------------------------------------ as a learner
+# ------------------------------------------------------------------------------------- as a learner
 
 
 @pytest.mark.parametrize("per", FORMS)
@@ -237,12 +285,20 @@ def test_stiffness_follows_log_lam_and_stays_positive():
 def test_state_dict_keeps_the_stiffness():
     setup = small()
     for per in FORMS:
-        own, other = (learner(Setup(copy.deepcopy(setup.model), *setup[1:]), per, mn.FOBMAML(nu=0.1)) for _ in range(2))
+        own, other = (
+            learner(Setup(copy.deepcopy(setup.model), *setup[1:]), per, mn.FOBMAML(nu=0.1))
+            for _ in range(2)
+        )
         with torch.no_grad():
             for p in own.parameters():
-                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=p.dtype))
+                p.add_(
+                    torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=p.dtype)
+                )
         other.load_state_dict(own.state_dict())
-        assert all(torch.equal(a, b) for a, b in zip(own.stiffness().values(), other.stiffness().values(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(own.stiffness().values(), other.stiffness().values(), strict=True)
+        )
     fixed = learner_for(setup)
     assert [n for n in fixed.state_dict() if not n.startswith("model.")] == []
 
@@ -253,7 +309,9 @@ def test_adapt_and_evaluate_use_the_learned_stiffness():
     fixed = learner_for(setup, lam=4.0)
     with torch.no_grad():
         own.log_lam.all.fill_(torch.tensor(4.0).log())
-    assert torch.allclose(own.evaluate(setup.tasks).loss, fixed.evaluate(setup.tasks).loss, rtol=1e-6)
+    assert torch.allclose(
+        own.evaluate(setup.tasks).loss, fixed.evaluate(setup.tasks).loss, rtol=1e-6
+    )
     mine, theirs = (x.adapt(setup.tasks[0].support) for x in (own, fixed))
     for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
@@ -295,22 +353,30 @@ def test_learner_moves_with_its_stiffness():
 
 @pytest.mark.parametrize(("per", "copies"), [("scalar", 0), ("tensor", 0), ("parameter", 1)])
 def test_memory_in_place_grows_by_the_accumulator_alone(per: str, copies: int):
-    """One λ a tensor costs nothing; one per parameter an accumulator of the size of the model, and a product of one tensor at a time."""
+    """One λ a tensor costs nothing; one per parameter an accumulator of the size of the model, and
+    a product of one tensor at a time.
+    """
     model = seeded(0, lambda: nn.Sequential(*[nn.Linear(40, 40) for _ in range(8)]))
-    setup = Setup(model, nn.functional.mse_loss, mn.TaskBatch(*[(torch.zeros(2, 2, 40).double(),) * 2] * 2))
+    setup = Setup(
+        model, nn.functional.mse_loss, mn.TaskBatch(*[(torch.zeros(2, 2, 40).double(),) * 2] * 2)
+    )
 
     def peak(**options: str) -> int:
-        own = learner_for(setup, mn.FOBMAML(nu=0.1), "inplace", solver=mn.GradientDescent(0.1, 3), **options)
+        own = learner_for(
+            setup, mn.FOBMAML(nu=0.1), "inplace", solver=mn.GradientDescent(0.1, 3), **options
+        )
         with Allocations() as seen:
             result = own.meta_gradient(setup.tasks, metrics=False)
         del result
         return seen.peak
 
     largest = 2 * 40 * 40 * 8
-    assert peak(learn_lam=per) <= 1.01 * (peak() + copies * trainable_bytes(model)) + largest * copies
+    assert (
+        peak(learn_lam=per) <= 1.01 * (peak() + copies * trainable_bytes(model)) + largest * copies
+    )
 
 
-# --------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
@@ -321,7 +387,10 @@ def test_memory_in_place_grows_by_the_accumulator_alone(per: str, copies: int):
         ({"learn_lam": "tensor", "lam": "entries"}, 'learn_lam="tensor" learns one per tensor'),
         ({"learn_lam": "tensor", "lam": lambda d: d}, "lam is an operator"),
         ({"learn_lam": "scalar", "lam": -1.0}, "positive and finite"),
-        ({"learn_lam": "scalar", "lam": None, "regulariser": lambda phi, theta: phi}, "learn_lam would have no effect"),
+        (
+            {"learn_lam": "scalar", "lam": None, "regulariser": lambda phi, theta: phi},
+            "learn_lam would have no effect",
+        ),
     ],
 )
 def test_bad_options(options: dict, message: str):
@@ -334,7 +403,9 @@ def test_bad_options(options: dict, message: str):
         learner_for(setup, **options)
 
 
-@pytest.mark.parametrize("estimator", [mn.FOMAML(), mn.Reptile(), mn.ESMAML(samples=1), mn.MAML(truncate=0)], ids=repr)
+@pytest.mark.parametrize(
+    "estimator", [mn.FOMAML(), mn.Reptile(), mn.ESMAML(samples=1), mn.MAML(truncate=0)], ids=repr
+)
 def test_estimators_without_a_gradient_for_lam_say_so(estimator):
     setup = small()
     with pytest.raises(ValueError, match=r"no gradient for the stiffness λ .*Use FOBMAML"):
@@ -351,7 +422,11 @@ def test_parameters_that_begin_to_adapt_later_have_no_stiffness():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("options", [{"learn_lam": "tensor"}, {"learn_lam": "scalar", "adapt": "2.*"}], ids=["tensor", "shared"])
+@pytest.mark.parametrize(
+    "options",
+    [{"learn_lam": "tensor"}, {"learn_lam": "scalar", "adapt": "2.*"}],
+    ids=["tensor", "shared"],
+)
 def test_recorded_meta_steps_follow_the_stiffness(options: dict):
     """A CUDA graph that was recorded once sees the λ of every later meta-step."""
     results = []

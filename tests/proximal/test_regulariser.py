@@ -1,4 +1,6 @@
-"""Any regulariser in place of the squared distance: the squared distance itself, and one that is not quadratic."""
+"""Any regulariser in place of the squared distance: the squared distance itself, and one that is
+not quadratic.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,24 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import metanudge as mn
-from conformance import check_chunks, check_engines_agree, check_pure, estimators, gradient, learner_for, name, small
+from conformance import (
+    check_chunks,
+    check_engines_agree,
+    check_pure,
+    estimators,
+    gradient,
+    learner_for,
+    name,
+    small,
+)
 from implicit import implicit
 from metanudge.engines.randomness import mix
 from problems import relative_error
 
 # torch's own forward-mode decompositions are scripted on first use.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 PRECISE = mn.GradientDescent(lr=0.25, steps=70)
 SHORT = mn.GradientDescent(lr=0.1, steps=3)
@@ -27,14 +40,24 @@ def squared(phi: Params, theta: Params) -> Tensor:
 
 def curved(phi: Params, theta: Params) -> Tensor:
     """Smooth, not quadratic, not symmetric in φ and θ, and with a θ that matters by itself."""
-    return sum(((1 + theta[n] ** 2) * ((phi[n] - theta[n]) ** 2 + 0.1 * (phi[n] - theta[n]) ** 4) + 0.3 * phi[n] ** 2).sum() for n in phi)
+    return sum(
+        (
+            (1 + theta[n] ** 2) * ((phi[n] - theta[n]) ** 2 + 0.1 * (phi[n] - theta[n]) ** 4)
+            + 0.3 * phi[n] ** 2
+        ).sum()
+        for n in phi
+    )
 
 
 def curved_vector(phi: Tensor, theta: Tensor, rho: Params) -> Tensor:
     return curved({"": phi}, {"": theta})
 
 
-ESTIMATORS = [e for e in estimators() if not (isinstance(e, mn.FOBMAML) and (e.stencil == "five-point" or e.start == "shifted"))]
+ESTIMATORS = [
+    e
+    for e in estimators()
+    if not (isinstance(e, mn.FOBMAML) and (e.stencil == "five-point" or e.start == "shifted"))
+]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=name)
@@ -42,16 +65,32 @@ def test_the_squared_distance_is_plain_lam(estimator):
     setup = small()
     expected = gradient(setup, estimator, lam=2.0, solver=SHORT)
     for engine in estimator.engines:
-        assert relative_error(gradient(setup, estimator, engine, lam=None, regulariser=squared, solver=SHORT), expected) < 1e-10
+        assert (
+            relative_error(
+                gradient(setup, estimator, engine, lam=None, regulariser=squared, solver=SHORT),
+                expected,
+            )
+            < 1e-10
+        )
 
 
-@pytest.mark.parametrize("solver", [mn.NewtonCG(tol=1e-12), mn.LBFGS(tol=1e-12), mn.Nesterov(0.2, 80)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "solver",
+    [mn.NewtonCG(tol=1e-12), mn.LBFGS(tol=1e-12), mn.Nesterov(0.2, 80)],
+    ids=lambda s: type(s).__name__,
+)
 def test_the_squared_distance_with_other_solvers(solver):
     setup = small()
     estimator = mn.FOMAML()
     expected = gradient(setup, estimator, lam=2.0, solver=solver)
     for engine in ("stacked", "inplace"):
-        assert relative_error(gradient(setup, estimator, engine, lam=None, regulariser=squared, solver=solver), expected) < 1e-9
+        assert (
+            relative_error(
+                gradient(setup, estimator, engine, lam=None, regulariser=squared, solver=solver),
+                expected,
+            )
+            < 1e-9
+        )
 
 
 def test_another_regulariser_matches_implicit_differentiation():
@@ -61,14 +100,23 @@ def test_another_regulariser_matches_implicit_differentiation():
     for estimator in (mn.Exact(), mn.IMAML(cg_steps=40, tol=1e-14), mn.FOBMAML(stencil="tangent")):
         assert relative_error(gradient(setup, estimator, **options), truth) < 1e-8, estimator
     for nudge, start in (("loss", "theta"), ("gradient", "theta"), ("loss", "solution")):
-        assert relative_error(gradient(setup, mn.FOBMAML(nu=3e-4, nudge=nudge, start=start), **options), truth) < 1e-6
+        assert (
+            relative_error(
+                gradient(setup, mn.FOBMAML(nu=3e-4, nudge=nudge, start=start), **options), truth
+            )
+            < 1e-6
+        )
 
 
 def test_together_with_shared_layers():
     setup = small()
     truth = implicit(setup, curved_vector, adapts=lambda n: n.startswith("2."))
     options = {"lam": None, "regulariser": curved, "solver": PRECISE, "adapt": "2.*"}
-    for estimator, tolerance in ((mn.Exact(), 1e-8), (mn.FOBMAML(stencil="tangent"), 1e-8), (mn.FOBMAML(nu=3e-4), 1e-6)):
+    for estimator, tolerance in (
+        (mn.Exact(), 1e-8),
+        (mn.FOBMAML(stencil="tangent"), 1e-8),
+        (mn.FOBMAML(nu=3e-4), 1e-6),
+    ):
         assert relative_error(gradient(setup, estimator, **options), truth) < tolerance
 
 
@@ -92,7 +140,13 @@ def test_maml_is_autograd_through_the_steps():
 
 
 @pytest.mark.parametrize(
-    "estimator", [mn.FOBMAML(nu=0.1), mn.FOBMAML(nu=0.1, nudge="gradient", stencil="forward"), mn.IMAML(cg_steps=2), mn.ESMAML(samples=2)]
+    "estimator",
+    [
+        mn.FOBMAML(nu=0.1),
+        mn.FOBMAML(nu=0.1, nudge="gradient", stencil="forward"),
+        mn.IMAML(cg_steps=2),
+        mn.ESMAML(samples=2),
+    ],
 )
 def test_engines_and_chunks_agree(estimator):
     setup = small()
@@ -105,28 +159,48 @@ def test_engines_and_chunks_agree(estimator):
 def test_es_maml_moves_the_centre_too():
     """F(θ ± σε) is the query loss of a learner that stands at θ ± σε, regulariser and all."""
     setup = small(tasks=1)
-    estimate = gradient(setup, mn.ESMAML(samples=1, sigma=0.1), lam=None, regulariser=curved, solver=SHORT)
+    estimate = gradient(
+        setup, mn.ESMAML(samples=1, sigma=0.1), lam=None, regulariser=curved, solver=SHORT
+    )
     theta = {n: p.detach().clone() for n, p in setup.model.named_parameters()}
-    generator = torch.Generator().manual_seed(mix(0, 7, 0, 0, 3))  # as ES-MAML draws for the first sample of the first task
-    noise = {n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in theta.items()}
+    # as ES-MAML draws for the first sample of the first task
+    generator = torch.Generator().manual_seed(mix(0, 7, 0, 0, 3))
+    noise = {
+        n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in theta.items()
+    }
     losses = []
     for sign in (1, -1):
         setup.model.load_state_dict({n: theta[n] + sign * 0.1 * noise[n] for n in theta})
-        losses.append(learner_for(setup, lam=None, regulariser=curved, solver=SHORT).evaluate(setup.tasks).mean_loss)
-    assert relative_error(estimate, {n: (losses[0] - losses[1]) / 0.2 * leaf for n, leaf in noise.items()}) < 1e-9
+        losses.append(
+            learner_for(setup, lam=None, regulariser=curved, solver=SHORT)
+            .evaluate(setup.tasks)
+            .mean_loss
+        )
+    assert (
+        relative_error(
+            estimate, {n: (losses[0] - losses[1]) / 0.2 * leaf for n, leaf in noise.items()}
+        )
+        < 1e-9
+    )
 
 
 def test_adapt_and_evaluate_take_regularisers():
     setup = small()
     plain, own = learner_for(setup, lam=2.0), learner_for(setup, lam=None, regulariser=squared)
-    assert torch.allclose(plain.evaluate(setup.tasks).loss, own.evaluate(setup.tasks).loss, rtol=1e-12)
-    for a, b in zip(plain.adapt(setup.tasks[0].support).parameters(), own.adapt(setup.tasks[0].support).parameters(), strict=True):
+    assert torch.allclose(
+        plain.evaluate(setup.tasks).loss, own.evaluate(setup.tasks).loss, rtol=1e-12
+    )
+    for a, b in zip(
+        plain.adapt(setup.tasks[0].support).parameters(),
+        own.adapt(setup.tasks[0].support).parameters(),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b)
     assert own.problem().smallest_lam == pytest.approx(2.0)
     assert "regulariser=" in repr(own)
 
 
-# ----------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 def test_bad_regularisers():
@@ -159,16 +233,28 @@ def test_parameters_of_a_regulariser_are_not_learned():
         learner_for(setup, lam=None, regulariser=Weighted())
     own = Weighted().requires_grad_(False)
     expected = gradient(setup, mn.FOBMAML(nu=0.1), solver=SHORT)
-    assert relative_error(gradient(setup, mn.FOBMAML(nu=0.1), lam=None, regulariser=own, solver=SHORT), expected) < 1e-10
+    assert (
+        relative_error(
+            gradient(setup, mn.FOBMAML(nu=0.1), lam=None, regulariser=own, solver=SHORT), expected
+        )
+        < 1e-10
+    )
 
 
 def test_what_a_regulariser_cannot_do_is_said():
     setup = small()
     options = {"lam": None, "regulariser": squared}
     with pytest.raises(ValueError, match=r"start=.shifted. moves the centre"):
-        learner_for(setup, mn.FOBMAML(nu=0.1, nudge="gradient", start="shifted"), **options).backward(setup.tasks)
+        learner_for(
+            setup, mn.FOBMAML(nu=0.1, nudge="gradient", start="shifted"), **options
+        ).backward(setup.tasks)
     with pytest.raises(ValueError, match="unshrink=True"):
         learner_for(setup, mn.FOBMAML(nu=0.1, unshrink=True), **options).backward(setup.tasks)
-    flat = learner_for(setup, lam=None, regulariser=lambda phi, theta: squared(phi, theta) ** 2, solver=mn.Nesterov(0.1, 3))
+    flat = learner_for(
+        setup,
+        lam=None,
+        regulariser=lambda phi, theta: squared(phi, theta) ** 2,
+        solver=mn.Nesterov(0.1, 3),
+    )
     with pytest.raises(ValueError, match="momentum"):
         flat.backward(setup.tasks)

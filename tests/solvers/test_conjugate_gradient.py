@@ -10,7 +10,9 @@ from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
 
 def linear_systems() -> tuple[Tensor, Tensor]:
-    """Four systems of ten unknowns: the identity, three distinct eigenvalues, ten of them, and one without a right-hand side."""
+    """Four systems of ten unknowns: the identity, three distinct eigenvalues, ten of them, and one
+    without a right-hand side.
+    """
     generator = torch.Generator().manual_seed(3)
     rotation = torch.linalg.qr(torch.randn(4, 10, 10, generator=generator, dtype=torch.float64)).Q
     few = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64).repeat(4)[:10]
@@ -50,9 +52,14 @@ def test_conjugate_gradient_stops_when_the_slowest_row_is_done():
     assert result.products == 10
     assert (result.residual <= 1e-9 * b.norm(dim=1)).all()
     assert conjugate_gradient(product_with(A[:2]), cut(b[:2]), steps=40, tol=1e-9).products == 3
-    alone = [conjugate_gradient(product_with(A[r : r + 1]), cut(b[r : r + 1]), steps=40, tol=1e-9) for r in range(4)]
+    alone = [
+        conjugate_gradient(product_with(A[r : r + 1]), cut(b[r : r + 1]), steps=40, tol=1e-9)
+        for r in range(4)
+    ]
     assert [one.products for one in alone] == [1, 3, 10, 0]
-    torch.testing.assert_close(flatten(result.x), torch.cat([flatten(one.x) for one in alone]), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        flatten(result.x), torch.cat([flatten(one.x) for one in alone]), rtol=0, atol=1e-14
+    )
 
 
 def test_conjugate_gradient_flags_indefinite_rows_and_solves_the_others():

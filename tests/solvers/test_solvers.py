@@ -15,7 +15,14 @@ from metanudge.engines import Cost, StackedEngine
 from metanudge.params import flatten
 from metanudge.problem import Objective, Problem
 from metanudge.solvers import GradientDescent
-from problems import Setup, log_slope, logistic_regression, quadratic, quadratic_solutions, relative_error
+from problems import (
+    Setup,
+    log_slope,
+    logistic_regression,
+    quadratic,
+    quadratic_solutions,
+    relative_error,
+)
 from solves import ENGINES, one_by_one, solve, uneven
 
 SGD = torch.optim.SGD
@@ -30,20 +37,32 @@ def inner_gradient_norms(setup: Setup, displacement: dict[str, Tensor], lam: flo
             for name, p in model.named_parameters():
                 p += displacement[name][row]
         loss = Objective(model, setup.loss)(task.support)[0]
-        gradients = dict(zip(displacement, torch.autograd.grad(loss, list(model.parameters())), strict=True))
-        norms.append(torch.cat([(gradients[n] + lam * displacement[n][row]).flatten() for n in displacement]).norm())
+        gradients = dict(
+            zip(displacement, torch.autograd.grad(loss, list(model.parameters())), strict=True)
+        )
+        norms.append(
+            torch.cat(
+                [(gradients[n] + lam * displacement[n][row]).flatten() for n in displacement]
+            ).norm()
+        )
     return torch.stack(norms)
 
 
-# ---------------------------------------------------------------------------------------------- closed form
+# -------------------------------------------------------------------------------------- closed form
 
 CONVERGING = {  # for curvatures in [λ + 0.01, λ + 1], λ = 0.1
     "GradientDescent": GradientDescent(lr=1.6, steps=250),
     "Nesterov": mn.Nesterov(lr=0.9, steps=140),
     "NewtonCG": mn.NewtonCG(steps=20, cg_steps=60, tol=1e-12),
     "LBFGS": mn.LBFGS(steps=100, tol=1e-12),
-    "SGD with momentum": mn.TorchOptimizer(SGD, steps=200, options={"lr": 0.9, "momentum": 0.6, "nesterov": True}),
-    "torch's L-BFGS": mn.TorchOptimizer(torch.optim.LBFGS, steps=10, options={"line_search_fn": "strong_wolfe", "tolerance_change": 0.0}),
+    "SGD with momentum": mn.TorchOptimizer(
+        SGD, steps=200, options={"lr": 0.9, "momentum": 0.6, "nesterov": True}
+    ),
+    "torch's L-BFGS": mn.TorchOptimizer(
+        torch.optim.LBFGS,
+        steps=10,
+        options={"line_search_fn": "strong_wolfe", "tolerance_change": 0.0},
+    ),
 }
 
 
@@ -51,8 +70,12 @@ CONVERGING = {  # for curvatures in [λ + 0.01, λ + 1], λ = 0.1
 @pytest.mark.parametrize("solver", CONVERGING.values(), ids=CONVERGING)
 def test_solution_of_a_quadratic(solver, engine):
     setup = quadratic(100, tasks=2)
-    reached = solve(setup, solver, lam=0.1, engine=engine).displacement["theta"] + setup.model.theta.detach()
-    tolerance = 1e-6 if solver is CONVERGING["torch's L-BFGS"] else 1e-11  # its line search stalls at the rounding of g
+    reached = (
+        solve(setup, solver, lam=0.1, engine=engine).displacement["theta"]
+        + setup.model.theta.detach()
+    )
+    # its line search stalls at the rounding of g
+    tolerance = 1e-6 if solver is CONVERGING["torch's L-BFGS"] else 1e-11
     assert relative_error(reached, quadratic_solutions(setup, 0.1)) < tolerance
 
 
@@ -82,7 +105,12 @@ def test_solvers_agree_on_logistic_regression():
 
 @pytest.mark.parametrize(
     ("solver", "converges"),
-    [(mn.NewtonCG(steps=50, tol=1e-11), True), (mn.LBFGS(tol=1e-11), True), (mn.NewtonCG(steps=1), False), (mn.LBFGS(steps=2), False)],
+    [
+        (mn.NewtonCG(steps=50, tol=1e-11), True),
+        (mn.LBFGS(tol=1e-11), True),
+        (mn.NewtonCG(steps=1), False),
+        (mn.LBFGS(steps=2), False),
+    ],
     ids=["NewtonCG", "LBFGS", "NewtonCG, one step", "LBFGS, two steps"],
 )
 def test_second_order_solvers_go_downhill_where_the_hessian_is_indefinite(solver, converges):
@@ -96,23 +124,29 @@ def test_second_order_solvers_go_downhill_where_the_hessian_is_indefinite(solver
     centers = theta + 0.1 * setup.tasks.stacks[0].support[1]  # (tasks, 1, dim)
     data = (setup.tasks.stacks[0].support[0], centers)
     setup = Setup(setup.model, loss, mn.TaskBatch(support=data, query=data))
-    assert float(torch.cos(theta - centers).min()) > 0.9  # curvature −3 cos + λ < 0 in every direction
+    # curvature −3 cos + λ < 0 in every direction
+    assert float(torch.cos(theta - centers).min()) > 0.9
     solution = solve(setup, solver, lam=lam)
     for d, center in zip(solution.displacement["theta"], centers, strict=True):
-        before, after = (3 * torch.cos(theta + move - center).sum() + lam / 2 * move @ move for move in (0 * d, d))
+        before, after = (
+            3 * torch.cos(theta + move - center).sum() + lam / 2 * move @ move
+            for move in (0 * d, d)
+        )
         assert after < before - 1e-2
     if converges:
         assert float(inner_gradient_norms(setup, solution.displacement, lam).max()) < 2e-11
 
 
-# ---------------------------------------------------------------------------------------------- stopping
+# ----------------------------------------------------------------------------------------- stopping
 
 STOPPING = {
     "GradientDescent": GradientDescent(lr=0.8, steps=500, tol=1e-5),
     "Nesterov": mn.Nesterov(lr=0.6, steps=500, tol=1e-5),
     "NewtonCG": mn.NewtonCG(steps=20, tol=1e-5),
     "LBFGS": mn.LBFGS(steps=100, tol=1e-5),
-    "TorchOptimizer": mn.TorchOptimizer(SGD, steps=500, options={"lr": 0.5, "momentum": 0.3}, tol=1e-5),
+    "TorchOptimizer": mn.TorchOptimizer(
+        SGD, steps=500, options={"lr": 0.5, "momentum": 0.3}, tol=1e-5
+    ),
 }
 
 
@@ -150,7 +184,7 @@ def test_a_solve_that_starts_at_the_solution_stays_there(solver):
         torch.testing.assert_close(again.displacement[name], d, rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------------------------------------- what they report
+# --------------------------------------------------------------------------------- what they report
 
 
 @pytest.mark.parametrize(
@@ -188,12 +222,19 @@ def test_delta_bounds_the_distance_to_the_solution(solver):
 def test_residual_belongs_to_the_point_returned(solver):
     setup, lam = logistic_regression(), 0.3
     solution = solve(setup, solver, lam=lam)
-    torch.testing.assert_close(solution.residual, inner_gradient_norms(setup, solution.displacement, lam), rtol=1e-5, atol=1e-13)
+    torch.testing.assert_close(
+        solution.residual,
+        inner_gradient_norms(setup, solution.displacement, lam),
+        rtol=1e-5,
+        atol=1e-13,
+    )
 
 
 @pytest.mark.parametrize("make", [GradientDescent, mn.Nesterov])
 def test_residual_of_fixed_length_belongs_to_the_last_gradient(make):
-    """One step less, and its point is where the last gradient of the longer solve was taken (for Nesterov, from rest)."""
+    """One step less, and its point is where the last gradient of the longer solve was taken (for
+    Nesterov, from rest).
+    """
     setup, lam = logistic_regression(), 0.3
     longer = solve(setup, make(lr=0.5, steps=1), lam=lam)
     zero = {n: torch.zeros_like(d) for n, d in longer.displacement.items()}
@@ -201,11 +242,13 @@ def test_residual_of_fixed_length_belongs_to_the_last_gradient(make):
     if make is GradientDescent:
         shorter = solve(setup, make(lr=0.5, steps=4), lam=lam)
         longer = solve(setup, make(lr=0.5, steps=5), lam=lam)
-        torch.testing.assert_close(longer.residual, inner_gradient_norms(setup, shorter.displacement, lam))
+        torch.testing.assert_close(
+            longer.residual, inner_gradient_norms(setup, shorter.displacement, lam)
+        )
         assert longer.residuals.shape == longer.losses.shape == (5, 3)
 
 
-# ---------------------------------------------------------------------------------------------- rates
+# -------------------------------------------------------------------------------------------- rates
 
 
 @dataclass(frozen=True)
@@ -237,7 +280,9 @@ def test_nesterov_needs_the_root_of_the_steps_of_gradient_descent():
     """About κ log(1/ε) steps against √κ log(1/ε) (paper, Table 1)."""
     generator = torch.Generator().manual_seed(0)
     rotation = torch.linalg.qr(torch.randn(1, 30, 30, generator=generator, dtype=torch.float64)).Q
-    eigenvalues = torch.cat([torch.zeros(1), torch.rand(28, generator=generator), torch.ones(1)]).double()
+    eigenvalues = torch.cat(
+        [torch.zeros(1), torch.rand(28, generator=generator), torch.ones(1)]
+    ).double()
     A = (rotation * eigenvalues) @ rotation.mT
     b = rotation.sum(2)  # every eigenvector with weight one: the slowest is there
     kappas = (20, 60, 180, 540)

@@ -40,7 +40,9 @@ def test_every_task_has_an_optimizer_of_its_own():
     """Steps of NormalizedGD depend on the norm of the whole gradient: of one task's, not of all."""
     solver = mn.TorchOptimizer(mn.optim.NormalizedGD, steps=3, options={"lr": 0.1})
     together, apart = solve(uneven(), solver, lam=1.0), one_by_one(uneven(), solver, lam=1.0)
-    torch.testing.assert_close(flatten(together.displacement), flatten(apart.displacement), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        flatten(together.displacement), flatten(apart.displacement), rtol=0, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("optimizer", [Adam, torch.optim.LBFGS], ids=["Adam", "L-BFGS"])
@@ -57,7 +59,10 @@ OPTIMIZERS = {
     "Adam": (Adam, {"lr": 0.03}),
     "RMSprop": (RMSprop, {"lr": 0.01}),
     "L-BFGS": (torch.optim.LBFGS, {"lr": 0.5, "max_iter": 3}),
-    "L-BFGS with line search": (torch.optim.LBFGS, {"max_iter": 3, "line_search_fn": "strong_wolfe"}),
+    "L-BFGS with line search": (
+        torch.optim.LBFGS,
+        {"max_iter": 3, "line_search_fn": "strong_wolfe"},
+    ),
 }
 
 
@@ -65,7 +70,9 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_torch_optimizers_do_what_a_plain_loop_does(optimizer, options, engine):
     setup, lam, steps = mlp(), 1.5, 4
-    solution = solve(setup, mn.TorchOptimizer(optimizer, steps=steps, options=options), lam=lam, engine=engine)
+    solution = solve(
+        setup, mn.TorchOptimizer(optimizer, steps=steps, options=options), lam=lam, engine=engine
+    )
     theta = [p.detach().clone() for p in setup.model.parameters()]
     for row, task in enumerate(setup.tasks):
         module = copy.deepcopy(setup.model)
@@ -74,7 +81,9 @@ def test_torch_optimizers_do_what_a_plain_loop_does(optimizer, options, engine):
         def closure(module=module, plain=plain, task=task):
             plain.zero_grad()
             x, y = task.support
-            pull = sum(((p - t) ** 2).sum() for p, t in zip(module.parameters(), theta, strict=True))
+            pull = sum(
+                ((p - t) ** 2).sum() for p, t in zip(module.parameters(), theta, strict=True)
+            )
             value = setup.loss(module(x), y) + lam / 2 * pull
             value.backward()
             return value
@@ -82,4 +91,6 @@ def test_torch_optimizers_do_what_a_plain_loop_does(optimizer, options, engine):
         for _ in range(steps):
             plain.step(closure)
         for (name, p), t in zip(module.named_parameters(), theta, strict=True):
-            torch.testing.assert_close(solution.displacement[name][row], p.detach() - t, rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                solution.displacement[name][row], p.detach() - t, rtol=0, atol=1e-12
+            )

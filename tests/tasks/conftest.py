@@ -1,4 +1,6 @@
-"""Fixtures for the task sources: a private cache folder, and the real data sets where they are at hand."""
+"""Fixtures for the task sources: a private cache folder, and the real data sets where they are at
+hand.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,12 @@ from metanudge.tasks.ahead import Ahead
 def test_batches_are_the_sources_own_whatever_was_drawn_ahead() -> None:
     source = Sinusoid(seed=3)
     ahead = Ahead(source, "val")
-    asked = [(range(2), range(2, 4)), (range(2, 4), range(4, 6)), (range(9, 12), None), (range(4, 6), range(1))]
+    asked = [
+        (range(2), range(2, 4)),
+        (range(2, 4), range(4, 6)),
+        (range(9, 12), None),
+        (range(4, 6), range(1)),
+    ]
     for indices, then in asked:
         got, want = ahead.batch(indices, then=then), source.batch(indices, "val")
         assert torch.equal(got.stacks[0].query[0], want.stacks[0].query[0])

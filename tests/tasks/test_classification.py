@@ -11,7 +11,11 @@ from metanudge.tasks import MNIST1D, Labelled
 
 def rows_as_inputs(classes: int, **options) -> Labelled:
     """Row r belongs to class r % classes and its input is r, so that an input tells its class."""
-    return Labelled(np.arange(10 * classes), np.arange(10 * classes) % classes, **({"ways": 4, "shots": 2, "queries": 3} | options))
+    return Labelled(
+        np.arange(10 * classes),
+        np.arange(10 * classes) % classes,
+        **({"ways": 4, "shots": 2, "queries": 3} | options),
+    )
 
 
 @pytest.mark.parametrize("classes", [40, 400], ids=["shuffled", "by Floyd's algorithm"])
@@ -22,7 +26,9 @@ def test_episode_classes_are_those_of_the_examples(classes, split):
     names = source.episode_classes(indices, split)
     for task, own in zip(source.batch(indices, split), names, strict=True):
         for inputs, labels in (task.support, task.query):
-            assert [own[label] for label in labels.tolist()] == [str(int(row) % classes) for row in inputs.flatten()]
+            assert [own[label] for label in labels.tolist()] == [
+                str(int(row) % classes) for row in inputs.flatten()
+            ]
         assert set(own) <= set(source.classes(split))
     assert names[0] == names[2] != names[1]
 

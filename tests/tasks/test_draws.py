@@ -35,9 +35,17 @@ def test_bits_are_splitmix64():
 
 
 def test_keys_depend_on_seed_stream_and_index_and_never_collide():
-    keys = np.concatenate([episode_keys(root_key(s, t), np.arange(5000)) for s in (0, 1, 2**63) for t in range(4)])
+    keys = np.concatenate(
+        [episode_keys(root_key(s, t), np.arange(5000)) for s in (0, 1, 2**63) for t in range(4)]
+    )
     assert len(np.unique(keys)) == keys.size
-    assert len(np.unique(np.concatenate([bits(keys[:100], 50).ravel(), fork(keys[:100, None], np.arange(50)).ravel()])))
+    assert len(
+        np.unique(
+            np.concatenate(
+                [bits(keys[:100], 50).ravel(), fork(keys[:100, None], np.arange(50)).ravel()]
+            )
+        )
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -46,7 +54,8 @@ def test_every_bit_is_fair_and_neighbours_are_independent(seed):
     on = np.unpackbits(drawn.view(np.uint8)).reshape(20_000, 2, 64)
     assert np.abs(on.mean(axis=0) - 0.5).max() < 5 * 0.5 / math.sqrt(20_000)
     u = uniform(keys_of(20_000, seed), 2)
-    for a, b in ((u[:, 0], u[:, 1]), (u[:-1, 0], u[1:, 0])):  # draws of one episode; the same draw of the next one
+    # draws of one episode; the same draw of the next one
+    for a, b in ((u[:, 0], u[:, 1]), (u[:-1, 0], u[1:, 0])):
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(20_000)
 
 
@@ -65,7 +74,8 @@ def test_normal_has_the_moments_and_tails_of_a_normal():
     assert abs(z.var() - 1) < 5 * math.sqrt(2 / n)
     assert abs((z**4).mean() - 3) < 5 * math.sqrt(96 / n)
     assert abs((np.abs(z) > 3).mean() - 0.0027) < 5 * math.sqrt(0.0027 / n)
-    assert abs(np.corrcoef(z[:, 0], z[:, 33])[0, 1]) < 5 / math.sqrt(2000)  # the two halves of one pair
+    # the two halves of one pair
+    assert abs(np.corrcoef(z[:, 0], z[:, 33])[0, 1]) < 5 / math.sqrt(2000)
 
 
 @pytest.mark.parametrize("limit", [5, 64, 65], ids=["shuffle", "shuffle, larger limit", "Floyd"])
@@ -77,8 +87,15 @@ def test_every_ordered_choice_is_equally_likely(limit):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data(), seed=st.integers(0, 2**64 - 1), size=st.integers(1, 30), extra=st.integers(0, 400))
-def test_choices_are_distinct_within_range_and_independent_of_the_other_rows(data, seed, size, extra):
+@given(
+    data=st.data(),
+    seed=st.integers(0, 2**64 - 1),
+    size=st.integers(1, 30),
+    extra=st.integers(0, 400),
+)
+def test_choices_are_distinct_within_range_and_independent_of_the_other_rows(
+    data, seed, size, extra
+):
     limit = size + extra
     population = np.array(data.draw(st.lists(st.integers(size, limit), min_size=1, max_size=6)))
     keys = keys_of(len(population), seed)

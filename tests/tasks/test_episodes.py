@@ -23,7 +23,9 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 def rows_as_inputs(classes: int = 40, each: int = 30, **options) -> Labelled:
-    """A source whose inputs are the row numbers themselves, so that a test sees which examples were drawn."""
+    """A source whose inputs are the row numbers themselves, so that a test sees which examples were
+    drawn.
+    """
     options = {"ways": 5, "shots": 3, "queries": 4} | options
     return Labelled(np.arange(classes * each), np.arange(classes * each) % classes, **options)
 
@@ -90,12 +92,32 @@ def test_fresh_processes_see_the_same_stream():
     ("each", "expected"),
     [
         (30, [1016, 296, 896, 569, 1089, 809, 143, 783, 903, 248, 568, 888, 413, 1013, 373]),
-        (200, [5856, 1816, 4616, 2609, 5009, 6689, 1863, 2663, 663, 1088, 1688, 6168, 5973, 1933, 5733]),
+        (
+            200,
+            [
+                5856,
+                1816,
+                4616,
+                2609,
+                5009,
+                6689,
+                1863,
+                2663,
+                663,
+                1088,
+                1688,
+                6168,
+                5973,
+                1933,
+                5733,
+            ],
+        ),
     ],
     ids=["shuffle", "Floyd"],
 )
 def test_the_stream_stays_what_it_was(each, expected):
-    # Other draws change every seeded result that anyone has published: a reason for a major release, never an accident.
+    # Other draws change every seeded result that anyone has published: a reason for a major
+    # release, never an accident.
     assert rows_as_inputs(each=each).task(12345, "test").support[0].flatten().tolist() == expected
 
 
@@ -120,7 +142,12 @@ def test_a_resumed_stream_goes_on_where_it_stopped(source):
 def test_seeds_splits_and_indices_differ(source):
     other = copy.copy(source)
     other.seed = 1
-    drawn = [digest([s.task(i, split)]) for s in (source, other) for split in ("train", "val", "test") for i in range(20)]
+    drawn = [
+        digest([s.task(i, split)])
+        for s in (source, other)
+        for split in ("train", "val", "test")
+        for i in range(20)
+    ]
     assert len(set(drawn)) == len(drawn)
 
 
@@ -154,7 +181,9 @@ def test_an_episode_holds_no_example_twice_and_one_class_per_label(each):
         assert ys.dtype == torch.int64
         assert ys.tolist() == [label for label in range(5) for _ in range(3)]
         assert yq.tolist() == [label for label in range(5) for _ in range(4)]
-        classes = {(label, row % 40) for label, row in zip(ys.tolist() + yq.tolist(), rows, strict=True)}
+        classes = {
+            (label, row % 40) for label, row in zip(ys.tolist() + yq.tolist(), rows, strict=True)
+        }
         assert len(classes) == 5
         assert len({c for _, c in classes}) == 5
 
@@ -162,7 +191,8 @@ def test_an_episode_holds_no_example_twice_and_one_class_per_label(each):
 def test_splits_share_no_class():
     source = rows_as_inputs()
     drawn = {
-        split: {int(x) % 40 for task in source.batch(range(100), split) for x in task.support[0]} for split in ("train", "val", "test")
+        split: {int(x) % 40 for task in source.batch(range(100), split) for x in task.support[0]}
+        for split in ("train", "val", "test")
     }
     assert [len(drawn[split]) for split in drawn] == [26, 6, 8]
     assert len(set.union(*drawn.values())) == 40
@@ -181,7 +211,9 @@ def test_classes_and_examples_are_uniform_at_every_place(each):
             excess = ((counts - 6000 / cells) ** 2 / (6000 / cells)).sum() - (cells - 1)
             assert abs(excess) < 4 * (2 * (cells - 1)) ** 0.5
     first, second = rows[:, 0, 0] % 40, rows[:, 1, 0] % 40
-    pairs = torch.bincount(first * 40 + second, minlength=1600)[~torch.eye(40, dtype=bool).flatten()].double()
+    pairs = torch.bincount(first * 40 + second, minlength=1600)[
+        ~torch.eye(40, dtype=bool).flatten()
+    ].double()
     expected = 6000 / pairs.numel()
     excess = ((pairs - expected) ** 2 / expected).sum() - (pairs.numel() - 1)
     assert abs(excess) < 4 * (2 * (pairs.numel() - 1)) ** 0.5
@@ -190,7 +222,9 @@ def test_classes_and_examples_are_uniform_at_every_place(each):
 @pytest.mark.parametrize("name", ["ways", "shots", "queries"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "5"])
 def test_counts_must_be_positive_integers(name, value):
-    with pytest.raises(ValueError, match=rf"{name}={value!r} is not a positive integer.*at least one"):
+    with pytest.raises(
+        ValueError, match=rf"{name}={value!r} is not a positive integer.*at least one"
+    ):
         rows_as_inputs(**{name: value})
 
 
@@ -215,7 +249,9 @@ def test_an_integer_dtype_is_refused():
         Sinusoid(dtype=torch.int32)
 
 
-@pytest.mark.parametrize(("split", "near"), [("valid", "'val'"), ("validation", "'val'"), ("Train", "'train'")])
+@pytest.mark.parametrize(
+    ("split", "near"), [("valid", "'val'"), ("validation", "'val'"), ("Train", "'train'")]
+)
 @pytest.mark.parametrize("ask", ["task", "batch", "batches", "classes"])
 def test_an_unknown_split_names_the_near_one(split, near, ask):
     source = rows_as_inputs()
@@ -225,7 +261,10 @@ def test_an_unknown_split_names_the_near_one(split, near, ask):
         "batches": lambda: source.batches(split=split),
         "classes": lambda: source.classes(split),
     }
-    with pytest.raises(ValueError, match=rf"no split {split!r}. Did you mean {near}\? The splits are train, val, test"):
+    with pytest.raises(
+        ValueError,
+        match=rf"no split {split!r}. Did you mean {near}\? The splits are train, val, test",
+    ):
         calls[ask]()
 
 
@@ -256,7 +295,12 @@ def test_negative_indices_are_refused():
 def test_indices_may_be_arrays_tensors_and_generators():
     source = Sinusoid()
     expected = digest(source.batch([3, 1]))
-    for indices in (np.array([3, 1]), torch.tensor([3, 1]), (i for i in (3, 1)), np.array([3, 1], dtype=np.uint8)):
+    for indices in (
+        np.array([3, 1]),
+        torch.tensor([3, 1]),
+        (i for i in (3, 1)),
+        np.array([3, 1], dtype=np.uint8),
+    ):
         assert digest(source.batch(indices)) == expected
 
 
@@ -276,4 +320,6 @@ class _Numbered(torch.utils.data.Dataset):
 def test_loader_workers_see_the_same_episodes():
     source = Sinusoid(shots=3, queries=2, seed=5)
     loader = torch.utils.data.DataLoader(_Numbered(source), batch_size=2, num_workers=2)
-    assert torch.equal(torch.cat(list(loader)), torch.stack([source.task(i).support[0] for i in range(6)]))
+    assert torch.equal(
+        torch.cat(list(loader)), torch.stack([source.task(i).support[0] for i in range(6)])
+    )

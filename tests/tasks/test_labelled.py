@@ -20,7 +20,9 @@ def labels(classes: int, each: int) -> np.ndarray:
 
 def image(seed: int, size: tuple[int, int] = (9, 7), mode: str = "L") -> Image.Image:
     shape = (size[1], size[0]) + (() if mode == "L" else (len(mode),))
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8), mode=None)
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8), mode=None
+    )
 
 
 def image_folder(root: Path, *, classes: tuple[str, ...] = ("a", "b", "c"), each: int = 3) -> Path:
@@ -31,7 +33,8 @@ def image_folder(root: Path, *, classes: tuple[str, ...] = ("a", "b", "c"), each
     return root
 
 
-# --- arrays -------------------------------------------------------------------------------------------------------
+# --- arrays
+# --------------------------------------------------------------------------------------------------
 
 
 def test_ragged_classes_are_drawn_from_evenly_and_never_beyond_their_end():
@@ -54,7 +57,9 @@ def test_labels_may_be_strings_and_order_of_the_data_does_not_choose_the_classes
     a = Labelled(np.arange(20), names, **options)
     shuffled = np.random.default_rng(0).permutation(20)
     b = Labelled(np.arange(20)[shuffled], names[shuffled].astype(object), **options)
-    assert [a.classes(s) for s in ("train", "val", "test")] == [b.classes(s) for s in ("train", "val", "test")]
+    assert [a.classes(s) for s in ("train", "val", "test")] == [
+        b.classes(s) for s in ("train", "val", "test")
+    ]
     assert len({*a.classes("train"), *a.classes("val"), *a.classes("test")}) == 5
 
 
@@ -70,13 +75,19 @@ def test_seed_leaves_the_class_split_and_split_seed_changes_it():
 def test_explicit_lists_are_followed():
     lists = {"train": [3, 1, 0], "test": ["2", "4"]}
     source = Labelled(np.arange(60), labels(6, 10), ways=2, queries=2, splits=lists)
-    assert [source.classes(s) for s in ("train", "val", "test")] == [("0", "1", "3"), (), ("2", "4")]
+    assert [source.classes(s) for s in ("train", "val", "test")] == [
+        ("0", "1", "3"),
+        (),
+        ("2", "4"),
+    ]
     with pytest.raises(ValueError, match=r"Split 'val' .* has 0 classes, but ways=2"):
         source.task(0, "val")
 
 
 def test_a_source_may_have_test_classes_only():
-    assert Labelled(np.arange(20), labels(2, 10), ways=2, queries=2, splits={"test": [0, 1]}).task(0, "test")
+    assert Labelled(np.arange(20), labels(2, 10), ways=2, queries=2, splits={"test": [0, 1]}).task(
+        0, "test"
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,16 +123,26 @@ def test_the_given_tensor_is_not_changed():
 
 
 def test_too_few_classes():
-    with pytest.raises(ValueError, match=r"Split 'train' of this Labelled has 3 classes, but ways=5.*Lower ways"):
+    with pytest.raises(
+        ValueError, match=r"Split 'train' of this Labelled has 3 classes, but ways=5.*Lower ways"
+    ):
         Labelled(np.arange(30), labels(3, 10), ways=5, queries=2, splits=(1, 0, 0))
 
 
 def test_too_few_examples_and_leaving_the_small_classes_out():
     y = np.concatenate([labels(4, 10), [9, 9]])
-    message = r"Class '9' of split 'train' has 2 examples.*shots=1 and queries=2 need 3.*\(1 of 5 classes.*Lower"
+    message = (
+        r"Class '9' of split 'train' has 2 examples.*shots=1 and queries=2 need 3.*\(1 of 5"
+        r" classes.*Lower"
+    )
     with pytest.raises(ValueError, match=message):
         Labelled(np.arange(42), y, **SMALL)
-    assert Labelled(np.arange(42), y, **SMALL, drop_small=True).classes("train") == ("0", "1", "2", "3")
+    assert Labelled(np.arange(42), y, **SMALL, drop_small=True).classes("train") == (
+        "0",
+        "1",
+        "2",
+        "3",
+    )
 
 
 def test_leaving_small_classes_out_does_not_move_the_others():
@@ -167,8 +188,14 @@ def test_numbers_that_are_not_finite_are_found(bad):
         ((0.5, 0.4, 0.2), "do not divide the classes"),
         ((1.5, -0.5, 0.0), "do not divide the classes"),
         ({"train": ["cat"], "valid": []}, "no split 'valid'. Did you mean 'val'"),
-        ({"train": ["cot"]}, "lists the class 'cot', which the data do not have. Did you mean 'cat'"),
-        ({"train": ["cat", "dog"], "test": ["dog"]}, "'dog' is listed in split 'train' and again in 'test'"),
+        (
+            {"train": ["cot"]},
+            "lists the class 'cot', which the data do not have. Did you mean 'cat'",
+        ),
+        (
+            {"train": ["cat", "dog"], "test": ["dog"]},
+            "'dog' is listed in split 'train' and again in 'test'",
+        ),
         ({"train": ["cat", "cat"]}, "'cat' is listed in split 'train' and again in 'train'"),
     ],
 )
@@ -178,7 +205,8 @@ def test_wrong_splits_are_refused(splits, message):
         Labelled(np.zeros((15, 2)), y, ways=2, queries=2, splits=splits)
 
 
-# --- data sets ----------------------------------------------------------------------------------------------------
+# --- data sets
+# --------------------------------------------------------------------------------------------------
 
 
 class Items(Dataset):
@@ -201,7 +229,9 @@ def test_all_kinds_of_items_give_the_same_source():
         "tensors": TensorDataset(x, torch.from_numpy(y)),
         "arrays": Items([(row.numpy(), int(label)) for row, label in zip(x, y, strict=True)]),
         "lists": Items([(row.tolist(), np.int64(label)) for row, label in zip(x, y, strict=True)]),
-        "dicts": Items([{"x": row, "label": int(label), "id": "?"} for row, label in zip(x, y, strict=True)]),
+        "dicts": Items(
+            [{"x": row, "label": int(label), "id": "?"} for row, label in zip(x, y, strict=True)]
+        ),
         "generator": ((row, label) for row, label in zip(x, y, strict=True)),
     }
     for dataset in kinds.values():
@@ -225,7 +255,10 @@ def test_pillow_images_become_channels_first_in_0_to_1(mode, channels):
     x = source.task(0).support[0]
     assert x.dtype == torch.float32
     assert 0 <= x.min() < 0.2 < 0.8 < x.max() <= 1
-    wanted = [torch.from_numpy(np.asarray(im.convert("L" if channels == 1 else "RGB")).copy()) for im in images]
+    wanted = [
+        torch.from_numpy(np.asarray(im.convert("L" if channels == 1 else "RGB")).copy())
+        for im in images
+    ]
     stored = torch.stack([w.view(7, 9, channels).permute(2, 0, 1) for w in wanted]) / 255
     assert all((stored == one).flatten(1).all(dim=1).any() for one in x)
 
@@ -234,7 +267,12 @@ def test_pillow_images_become_channels_first_in_0_to_1(mode, channels):
     ("items", "options", "error", "message"),
     [
         ([], {}, ValueError, "The data set is empty"),
-        ([{"picture": 1, "label": 0}], {}, ValueError, r"has \['picture', 'label'\]. Name the key with input_key="),
+        (
+            [{"picture": 1, "label": 0}],
+            {},
+            ValueError,
+            r"has \['picture', 'label'\]. Name the key with input_key=",
+        ),
         ([{"x": 1, "kind": 0}], {}, ValueError, "Name the key with label_key="),
         ([{"x": 1, "y": 0}], {"input_key": "z"}, ValueError, r"no key 'z'; it has \['x', 'y'\]"),
         ([(1,)], {}, ValueError, "sequence of 1 values and has no label_key=1"),
@@ -242,7 +280,12 @@ def test_pillow_images_become_channels_first_in_0_to_1(mode, channels):
         ([torch.zeros(3)], {}, TypeError, "Item 0 is a Tensor.*pairs"),
         (["ab"], {}, TypeError, "Item 0 is a str"),
         ([("text", 0)], {}, ValueError, r"input of item 0 \(str\) cannot be made a tensor"),
-        ([([1, 2], 0), ([1], 0)], {}, ValueError, r"Item 1 has an input of shape \(1,\), item 0 has \(2,\)"),
+        (
+            [([1, 2], 0), ([1], 0)],
+            {},
+            ValueError,
+            r"Item 1 has an input of shape \(1,\), item 0 has \(2,\)",
+        ),
         ([(Image.new("I;16", (4, 4)), 0)], {}, ValueError, "more than 8 bits per channel"),
     ],
 )
@@ -251,7 +294,8 @@ def test_wrong_items_are_refused(items, options, error, message):
         Labelled.from_dataset(Items(items), **options)
 
 
-# --- folders ------------------------------------------------------------------------------------------------------
+# --- folders
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_images(tmp_path):
@@ -261,10 +305,17 @@ def test_a_folder_of_images(tmp_path):
     source = Labelled.from_folder(root, image_size=28, **SMALL)
     assert source.input_shape == (1, 28, 28)
     assert source.classes("train") == ("a", "b", "c")
-    assert Labelled.from_folder(root, image_size=(5, 6), grey=False, **SMALL).input_shape == (3, 5, 6)
+    assert Labelled.from_folder(root, image_size=(5, 6), grey=False, **SMALL).input_shape == (
+        3,
+        5,
+        6,
+    )
     kept = Labelled.from_folder(root, image_size=None, **SMALL)
     assert kept.input_shape == (1, 7, 9)
-    stored = np.stack([np.asarray(Image.open(root / c / f"{i}.png")) for c in "abc" for i in range(3)]) / 255
+    stored = (
+        np.stack([np.asarray(Image.open(root / c / f"{i}.png")) for c in "abc" for i in range(3)])
+        / 255
+    )
     x = kept.task(0).support[0].numpy()
     assert all(np.isclose(stored, one[0], atol=1e-7).all(axis=(1, 2)).any() for one in x)
 
@@ -290,7 +341,11 @@ def test_a_folder_of_vectors(tmp_path, suffix):
             elif suffix == "npz":
                 np.savez(file, vector + c)
             else:
-                file.write_text("\n".join(str(v) for v in vector + c) if i else ",".join(str(v) for v in vector + c))
+                file.write_text(
+                    "\n".join(str(v) for v in vector + c)
+                    if i
+                    else ",".join(str(v) for v in vector + c)
+                )
     x, _ = Labelled.from_folder(tmp_path, **SMALL).task(0).query
     assert {tuple((row - row[2] + 0.25).tolist()) for row in x} == {(1.5, -2.0, 0.25)}
 
@@ -318,7 +373,9 @@ def test_missing_and_empty_folders(tmp_path):
 )
 def test_an_unreadable_file_is_named(tmp_path, name, content):
     root = image_folder(tmp_path / "data")
-    (root / "b" / name).write_bytes((root / "a" / "0.png").read_bytes()[:40] if content is None else content)
+    (root / "b" / name).write_bytes(
+        (root / "a" / "0.png").read_bytes()[:40] if content is None else content
+    )
     with pytest.raises(ValueError, match=rf"{name} cannot be read as an example"):
         Labelled.from_folder(root, **SMALL)
 
@@ -333,7 +390,9 @@ def test_pickles_in_arrays_are_not_run(tmp_path):
 def test_an_archive_of_two_arrays_and_a_deep_image_and_a_nested_folder_are_named(tmp_path):
     root = image_folder(tmp_path / "data")
     np.savez(root / "a" / "two.npz", x=np.zeros(2), y=np.zeros(2))
-    with pytest.raises(ValueError, match=r"two.npz cannot be read.*\['x', 'y'\], expected exactly one"):
+    with pytest.raises(
+        ValueError, match=r"two.npz cannot be read.*\['x', 'y'\], expected exactly one"
+    ):
         Labelled.from_folder(root, **SMALL)
     (root / "a" / "two.npz").unlink()
     Image.new("I;16", (4, 4)).save(root / "a" / "deep.png")
@@ -348,12 +407,16 @@ def test_an_archive_of_two_arrays_and_a_deep_image_and_a_nested_folder_are_named
 def test_images_of_different_sizes_need_an_image_size(tmp_path):
     root = image_folder(tmp_path / "data")
     image(0, size=(3, 3)).save(root / "c" / "small.png")
-    with pytest.raises(ValueError, match=r"small.png has shape \(1, 3, 3\), but .*0.png has \(1, 7, 9\).*image_size="):
+    with pytest.raises(
+        ValueError,
+        match=r"small.png has shape \(1, 3, 3\), but .*0.png has \(1, 7, 9\).*image_size=",
+    ):
         Labelled.from_folder(root, image_size=None, **SMALL)
     Labelled.from_folder(root, **SMALL)
 
 
-# --- CSV ----------------------------------------------------------------------------------------------------------
+# --- CSV
+# --------------------------------------------------------------------------------------------------
 
 
 def csv_file(tmp_path: Path, text: str) -> Path:
@@ -374,8 +437,14 @@ def test_a_csv_file(tmp_path):
 
 
 def test_another_delimiter_and_label(tmp_path):
-    path = csv_file(tmp_path, "kind;x\n" + "".join(f"{c};{i}\n" for i, c in enumerate(labels(3, 4))))
-    assert Labelled.from_csv(path, label="kind", delimiter=";", **SMALL).classes("train") == ("0", "1", "2")
+    path = csv_file(
+        tmp_path, "kind;x\n" + "".join(f"{c};{i}\n" for i, c in enumerate(labels(3, 4)))
+    )
+    assert Labelled.from_csv(path, label="kind", delimiter=";", **SMALL).classes("train") == (
+        "0",
+        "1",
+        "2",
+    )
 
 
 @pytest.mark.parametrize(

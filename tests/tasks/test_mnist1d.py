@@ -8,7 +8,9 @@ from metanudge.tasks import MNIST1D, mnist1d
 from metanudge.tasks.mnist1d_recipe import generate
 
 
-@pytest.mark.parametrize(("num_samples", "file"), [(5000, "mnist1d_5000_original"), (12000, "mnist1d_12000")])
+@pytest.mark.parametrize(
+    ("num_samples", "file"), [(5000, "mnist1d_5000_original"), (12000, "mnist1d_12000")]
+)
 def test_generated_data_equal_the_published_ones(data, num_samples, file):
     made = generate(num_samples)
     published = np.load(data / "mnist1d" / f"{file}.npz")
@@ -41,7 +43,9 @@ def test_the_second_source_reads_the_cache(monkeypatch, cache):
         raise AssertionError("generated again")
 
     monkeypatch.setattr(mnist1d, "generate", never)
-    assert torch.equal(first.task(3).query[0], MNIST1D(num_samples=1000, queries=5).task(3).query[0])
+    assert torch.equal(
+        first.task(3).query[0], MNIST1D(num_samples=1000, queries=5).task(3).query[0]
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"damaged", None], ids=["empty", "garbage", "cut"])
@@ -77,19 +81,29 @@ def test_labels_stand_for_one_digit_each():
     digits = [int(made.y_train[(made.x_train == row.numpy()).all(axis=1)][0]) for row in x]
     assert y.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert len(set(digits)) == 3
-    assert [digits[i] for i in (0, 3, 6)] == [digits[i] for i in (1, 4, 7)] == [digits[i] for i in (2, 5, 8)]
+    assert (
+        [digits[i] for i in (0, 3, 6)]
+        == [digits[i] for i in (1, 4, 7)]
+        == [digits[i] for i in (2, 5, 8)]
+    )
 
 
 def test_properties_and_defaults():
     source = MNIST1D(num_samples=2000)
     assert (source.ways, source.shots, source.queries, source.seed) == (3, 5, 10, 0)
     assert (source.kind, source.num_outputs, source.input_shape) == ("classification", 3, (40,))
-    assert repr(source) == ("MNIST1D(ways=3, shots=5, queries=10, seed=0, input_shape=(40,), classes=10/10/10, device='cpu')")
+    assert (
+        repr(source)
+        == "MNIST1D(ways=3, shots=5, queries=10, seed=0, input_shape=(40,), classes=10/10/10,"
+        " device='cpu')"
+    )
     assert source.task(0).support[0].dtype == torch.float32
 
 
 def test_a_split_that_is_too_small_says_so_when_used():
     source = MNIST1D(num_samples=500, shots=5, queries=10)  # about 8 validation examples per class
     source.task(0)
-    with pytest.raises(ValueError, match=r"split 'val' has \d+ examples.*shots=5 and queries=10 need 15"):
+    with pytest.raises(
+        ValueError, match=r"split 'val' has \d+ examples.*shots=5 and queries=10 need 15"
+    ):
         source.task(0, "val")

@@ -24,7 +24,9 @@ def test_matrices_are_symmetric_with_the_stated_condition_number():
     assert torch.equal(A, A.mT)
     eigenvalues = torch.linalg.eigvalsh(A)
     torch.testing.assert_close(eigenvalues[..., -1], torch.ones(30, 1, dtype=torch.float64))
-    torch.testing.assert_close(eigenvalues[..., 0], torch.full((30, 1), 1 / 50, dtype=torch.float64))
+    torch.testing.assert_close(
+        eigenvalues[..., 0], torch.full((30, 1), 1 / 50, dtype=torch.float64)
+    )
 
 
 def test_directions_are_isotropic_and_spread_is_the_spread():
@@ -44,29 +46,45 @@ def test_support_and_query_are_the_same_objective_in_tensors_of_their_own():
 
 def test_loss_is_the_objective_and_needs_only_the_call_of_the_model():
     source = Quadratic(dim=4, seed=2)
-    task, theta = source.task(0), torch.randn(4, generator=torch.Generator().manual_seed(0)).double()
+    task, theta = (
+        source.task(0),
+        torch.randn(4, generator=torch.Generator().manual_seed(0)).double(),
+    )
     (A,), (b,) = task.support
     expected = 0.5 * theta @ A @ theta + theta @ b
     model = source.model(theta)
     torch.testing.assert_close(source.loss(model, task.support), expected)
-    torch.testing.assert_close(torch.autograd.grad(source.loss(model, task.support), model.theta)[0], A @ theta + b)
+    torch.testing.assert_close(
+        torch.autograd.grad(source.loss(model, task.support), model.theta)[0], A @ theta + b
+    )
     functional = torch.func.functional_call(source.model(), {"theta": theta}, task.support)
     torch.testing.assert_close(functional.mean(), expected)
     assert dict(source.model().named_parameters()).keys() == {"theta"}
 
 
-@pytest.mark.parametrize("lam", [0.3, torch.tensor([0.1, 0.5, 2.0, 9.0])], ids=["scalar", "one per parameter"])
+@pytest.mark.parametrize(
+    "lam", [0.3, torch.tensor([0.1, 0.5, 2.0, 9.0])], ids=["scalar", "one per parameter"]
+)
 @pytest.mark.parametrize("nu", [0.0, 0.4, -0.2])
 def test_solution_is_stationary(lam, nu):
     task, theta = random_task(0), torch.arange(4.0)
     phi = Quadratic.solution(task, theta, lam, nu).requires_grad_()
     model = Quadratic(4).model()
-    objective = [torch.func.functional_call(model, {"theta": phi}, batch).mean() for batch in (task.support, task.query)]
-    total = objective[0] + nu * objective[1] + 0.5 * (torch.as_tensor(lam, dtype=torch.float64) * (phi - theta) ** 2).sum()
+    objective = [
+        torch.func.functional_call(model, {"theta": phi}, batch).mean()
+        for batch in (task.support, task.query)
+    ]
+    total = (
+        objective[0]
+        + nu * objective[1]
+        + 0.5 * (torch.as_tensor(lam, dtype=torch.float64) * (phi - theta) ** 2).sum()
+    )
     assert torch.autograd.grad(total, phi)[0].abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("lam", [0.3, torch.tensor([0.1, 0.5, 2.0, 9.0])], ids=["scalar", "one per parameter"])
+@pytest.mark.parametrize(
+    "lam", [0.3, torch.tensor([0.1, 0.5, 2.0, 9.0])], ids=["scalar", "one per parameter"]
+)
 def test_meta_gradient_is_the_derivative_of_the_outer_loss(lam):
     task, theta, h = random_task(1), torch.arange(4.0).double(), 1e-5
 
@@ -76,8 +94,12 @@ def test_meta_gradient_is_the_derivative_of_the_outer_loss(lam):
         return float(0.5 * phi @ A @ phi + phi @ b)
 
     steps = h * torch.eye(4, dtype=torch.float64)
-    numeric = torch.tensor([(outer(theta + e) - outer(theta - e)) / (2 * h) for e in steps], dtype=torch.float64)
-    torch.testing.assert_close(Quadratic.meta_gradient(task, theta, lam), numeric, rtol=1e-7, atol=1e-8)
+    numeric = torch.tensor(
+        [(outer(theta + e) - outer(theta - e)) / (2 * h) for e in steps], dtype=torch.float64
+    )
+    torch.testing.assert_close(
+        Quadratic.meta_gradient(task, theta, lam), numeric, rtol=1e-7, atol=1e-8
+    )
 
 
 def test_closed_forms_are_those_of_the_paper():

@@ -1,4 +1,6 @@
-"""Folders as people have them: pictures of every size and kind, files that do not belong there, and names that are no text."""
+"""Folders as people have them: pictures of every size and kind, files that do not belong there, and
+names that are no text.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,29 @@ from metanudge.tasks.read_folder import read_folder
 SMALL = {"ways": 2, "shots": 1, "queries": 1, "splits": (1.0, 0.0, 0.0)}
 
 
-def picture(file: Path, size: tuple[int, int] = (20, 20), mode: str = "L", **options: object) -> Path:
+def picture(
+    file: Path, size: tuple[int, int] = (20, 20), mode: str = "L", **options: object
+) -> Path:
     """A picture of (width, height), some of it dark."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(len(str(file))).integers(0, 200, (size[1], size[0], 3), dtype=np.uint8)
+    pixels = np.random.default_rng(len(str(file))).integers(
+        0, 200, (size[1], size[0], 3), dtype=np.uint8
+    )
     Image.fromarray(pixels).convert(mode).save(file, **options)
     return file
 
 
-def folder(root: Path, size: tuple[int, int] = (20, 20), mode: str = "L", suffix: str = "png") -> Path:
+def folder(
+    root: Path, size: tuple[int, int] = (20, 20), mode: str = "L", suffix: str = "png"
+) -> Path:
     for name in "ab":
         for number in range(2):
             picture(root / name / f"{number}.{suffix}", size, mode)
     return root
 
 
-# --- Size and channels -----------------------------------------------------------------------------------------------------
+# --- Size and channels
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -67,18 +76,25 @@ def test_pictures_that_do_not_agree_become_squares(tmp_path: Path) -> None:
 
 def test_what_is_given_is_taken(tmp_path: Path) -> None:
     folder(tmp_path, (40, 30), "RGB")
-    assert Labelled.from_folder(tmp_path, image_size=28, grey=True, **SMALL).input_shape == (1, 28, 28)
+    assert Labelled.from_folder(tmp_path, image_size=28, grey=True, **SMALL).input_shape == (
+        1,
+        28,
+        28,
+    )
     assert Labelled.from_folder(tmp_path, image_size=None, **SMALL).input_shape == (3, 30, 40)
     assert Labelled.from_folder(tmp_path, grey=True, **SMALL).input_shape == (1, 30, 40)
 
 
 def test_conv4_takes_pictures_that_are_not_square() -> None:
-    assert Conv4(ways=3, channels=4, image_size=(63, 84), in_channels=3)(torch.rand(2, 3, 63, 84)).shape == (2, 3)
+    assert Conv4(ways=3, channels=4, image_size=(63, 84), in_channels=3)(
+        torch.rand(2, 3, 63, 84)
+    ).shape == (2, 3)
     with pytest.raises(ValueError, match=r"image_size=\(15, 84\) is too small"):
         Conv4(image_size=(15, 84))
 
 
-# --- Kinds of pictures -----------------------------------------------------------------------------------------------------
+# --- Kinds of pictures
+# --------------------------------------------------------------------------------------------------
 
 
 def only(root: Path, **options: object) -> torch.Tensor:
@@ -100,7 +116,8 @@ def test_photographs_are_turned_as_their_camera_was(tmp_path: Path) -> None:
 def test_what_is_transparent_becomes_white(tmp_path: Path, mode: str) -> None:
     (tmp_path / "a").mkdir()
     clear = Image.new("RGBA", (20, 20), (0, 0, 0, 0))
-    clear.paste((0, 0, 0, 255), (0, 0, 20, 10))  # black ink on nothing: without the paper all is black
+    # black ink on nothing: without the paper all is black
+    clear.paste((0, 0, 0, 255), (0, 0, 20, 10))
     clear.convert(mode).save(tmp_path / "a" / "0.png")
     pixels = only(tmp_path)
     assert pixels.shape[1] == (1 if mode == "LA" else 3)
@@ -146,16 +163,21 @@ def test_a_picture_that_unpacks_to_too_much_is_named(tmp_path: Path) -> None:
     folder(tmp_path)
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", 10_000, 9_000, 8, 0, 0, 0, 0)
-    (tmp_path / "b" / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IEND", b""))
+    (tmp_path / "b" / "bomb.png").write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IEND", b"")
+    )
     for options in ({}, {"image_size": 28, "grey": True}):
         with pytest.raises(ValueError, match=r"b/bomb.png cannot be read.*90000000 pixels"):
             read_folder(tmp_path, **options)
 
 
-# --- Files that do not belong there ----------------------------------------------------------------------------------------
+# --- Files that do not belong there
+# ----------------------------------------------------------------------------------------
 
 
 def test_what_is_no_example_is_passed_over_and_named(tmp_path: Path) -> None:
@@ -167,14 +189,23 @@ def test_what_is_no_example_is_passed_over_and_named(tmp_path: Path) -> None:
         (tmp_path / "a" / hidden).write_bytes(b"x")
     for part in (".git", "__MACOSX"):
         (tmp_path / part).mkdir()
-    with pytest.warns(UserWarning, match=r"passed over what is no example: b/README, b/Thumbs.db, b/notes.txt\. Examples are images"):
+    with pytest.warns(
+        UserWarning,
+        match=(
+            r"passed over what is no example: b/README, b/Thumbs.db, b/notes.txt\. Examples are"
+            r" images"
+        ),
+    ):
         read = read_folder(tmp_path)
     assert read.examples.equal(expected.examples)
     assert read.labels == expected.labels == ["a", "a", "b", "b"]
     assert read.fingerprint == expected.fingerprint
     for file in (tmp_path / "b").glob("*.png"):
         file.unlink()
-    with pytest.warns(UserWarning, match="b/README"), pytest.raises(ValueError, match=r"class folder .*/b holds no examples"):
+    with (
+        pytest.warns(UserWarning, match="b/README"),
+        pytest.raises(ValueError, match=r"class folder .*/b holds no examples"),
+    ):
         read_folder(tmp_path)
 
 
@@ -194,11 +225,15 @@ def test_a_picture_needs_no_suffix(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("suffix", ["npy", "npz"])
-def test_numbers_that_are_none_name_their_file(tmp_path: Path, array: np.ndarray, message: str, suffix: str) -> None:
+def test_numbers_that_are_none_name_their_file(
+    tmp_path: Path, array: np.ndarray, message: str, suffix: str
+) -> None:
     (tmp_path / "a").mkdir()
     np.save(tmp_path / "a" / "good.npy", np.zeros(2))
     (np.save if suffix == "npy" else np.savez)(tmp_path / "a" / f"second.{suffix}", array)
-    with pytest.raises(ValueError, match=rf"a/second.{suffix} cannot be read as an example \({message}"):
+    with pytest.raises(
+        ValueError, match=rf"a/second.{suffix} cannot be read as an example \({message}"
+    ):
         read_folder(tmp_path)
 
 
@@ -208,17 +243,23 @@ def test_arrays_of_another_byte_order(tmp_path: Path) -> None:
     assert only(tmp_path).tolist() == [[1.5, -2.0]]
 
 
-def test_an_array_that_unpacks_to_too_much_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_that_unpacks_to_too_much_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("metanudge.tasks.read_file._LARGEST", 1000)
     (tmp_path / "a").mkdir()
     np.savez_compressed(tmp_path / "a" / "0.npz", np.zeros(1_000_000))
-    with pytest.raises(ValueError, match=r"a/0.npz cannot be read.*unpacks to more than 1,000 bytes"):
+    with pytest.raises(
+        ValueError, match=r"a/0.npz cannot be read.*unpacks to more than 1,000 bytes"
+    ):
         read_folder(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "loop", "broken link"])
 @pytest.mark.parametrize("name", ["x.png", "x"])
-def test_pipes_and_links_to_nowhere_are_refused_and_not_waited_for(tmp_path: Path, kind: str, name: str) -> None:
+def test_pipes_and_links_to_nowhere_are_refused_and_not_waited_for(
+    tmp_path: Path, kind: str, name: str
+) -> None:
     folder(tmp_path)
     odd = tmp_path / "a" / name
     if kind == "pipe":
@@ -236,11 +277,15 @@ def test_a_folder_that_links_to_itself(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything"
+)
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "a" / "0.png").chmod(0)
-    with pytest.raises(ValueError, match=r"a/0.png cannot be read as an example \(Permission denied\)"):
+    with pytest.raises(
+        ValueError, match=r"a/0.png cannot be read as an example \(Permission denied\)"
+    ):
         read_folder(tmp_path, image_size=20, grey=True)
 
 
@@ -251,7 +296,9 @@ def test_an_error_of_the_system_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         raise PermissionError(13, "Permission denied", str(file))
 
     monkeypatch.setattr(Path, "read_bytes", fails)
-    with pytest.raises(ValueError, match=r"a/0.png cannot be read as an example \(Permission denied\)"):
+    with pytest.raises(
+        ValueError, match=r"a/0.png cannot be read as an example \(Permission denied\)"
+    ):
         read_folder(tmp_path)
 
 
@@ -269,7 +316,8 @@ def test_names_that_a_terminal_would_obey_or_cannot_show(tmp_path: Path) -> None
         read_folder(tmp_path)
 
 
-# --- Fingerprints ----------------------------------------------------------------------------------------------------------
+# --- Fingerprints
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_fingerprint_is_that_of_names_and_contents(tmp_path: Path) -> None:
@@ -278,7 +326,10 @@ def test_the_fingerprint_is_that_of_names_and_contents(tmp_path: Path) -> None:
     assert len(first) == 64
     assert source.to("cpu").fingerprint() == first
     (tmp_path / "one").rename(tmp_path / "two")
-    assert Labelled.from_folder(tmp_path / "two", image_size=28, grey=True, **SMALL).fingerprint() == first
+    assert (
+        Labelled.from_folder(tmp_path / "two", image_size=28, grey=True, **SMALL).fingerprint()
+        == first
+    )
     (tmp_path / "two" / "a" / "0.png").rename(tmp_path / "two" / "a" / "2.png")
     renamed = read_folder(tmp_path / "two").fingerprint
     picture(tmp_path / "two" / "a" / "2.png", mode="RGB")

@@ -43,7 +43,12 @@ def test_noise_has_the_stated_size_and_leaves_the_inputs():
 
 def test_properties():
     source = Sinusoid()
-    assert (source.kind, source.num_outputs, source.input_shape, source.classes("val")) == ("regression", 1, (1,), ())
+    assert (source.kind, source.num_outputs, source.input_shape, source.classes("val")) == (
+        "regression",
+        1,
+        (1,),
+        (),
+    )
     assert repr(source) == "Sinusoid(shots=10, queries=10, seed=0, input_shape=(1,), device='cpu')"
     assert not torch.equal(source.task(0).support[0], source.task(0, "test").support[0])
 

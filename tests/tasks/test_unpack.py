@@ -33,13 +33,19 @@ def test_a_size_that_is_declared_smaller_helps_nobody() -> None:
     for size in (10, 0):
         lie = data.replace(struct.pack("<L", 10_000_000), struct.pack("<L", size))
         assert lie != data
-        with zipfile.ZipFile(io.BytesIO(lie)) as file, pytest.raises((ValueError, zipfile.BadZipFile)):
+        with (
+            zipfile.ZipFile(io.BytesIO(lie)) as file,
+            pytest.raises((ValueError, zipfile.BadZipFile)),
+        ):
             assert len(read_entry(file, "x", limit=1000)) > 1000
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_methods_that_unpack_before_they_count_are_refused(method: int) -> None:
-    with zipfile.ZipFile(io.BytesIO(archive(b"a", method=method))) as file, pytest.raises(ValueError, match="other than deflate"):
+    with (
+        zipfile.ZipFile(io.BytesIO(archive(b"a", method=method))) as file,
+        pytest.raises(ValueError, match="other than deflate"),
+    ):
         read_entry(file, "x", limit=1000)
 
 

@@ -1,4 +1,6 @@
-"""Training with `nu=auto`: chosen by rank 0 when it is time, shown, saved, and chosen again the same way after a stop."""
+"""Training with `nu=auto`: chosen by rank 0 when it is time, shown, saved, and chosen again the
+same way after a stop.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,15 @@ def often(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     return drawn
 
 
-def test_nu_is_chosen_on_tasks_of_the_meta_step_and_shown(tmp_path: Path, often: list[range]) -> None:
+def test_nu_is_chosen_on_tasks_of_the_meta_step_and_shown(
+    tmp_path: Path, often: list[range]
+) -> None:
     go(tmp_path / "run", **AUTO)
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(5e-4 <= row["nu"] <= 0.5 for row in rows)
-    assert [row["nu"] for row in rows][::2] == [row["nu"] for row in rows][1::2], "the same until the next look"
+    assert [row["nu"] for row in rows][::2] == [row["nu"] for row in rows][1::2], (
+        "the same until the next look"
+    )
     assert f"ν {rows[0]['nu']:.3g}" in describe(rows[0])
     looks = [episodes for episodes in often if len(episodes) == 2]
     assert looks == [range(step * 3, step * 3 + 2) for step in (0, 2, 4, 6)]
@@ -56,7 +62,10 @@ def test_a_stopped_run_goes_on_exactly(tmp_path: Path, often: list[range], step:
     go(tmp_path / "whole", **AUTO)
     run = tmp_path / "run"
     with pytest.raises(StopTraining):
-        train(dataclasses.replace(TINY, out=str(run), **AUTO), reporter=InterruptAt(step, signal.SIGTERM))
+        train(
+            dataclasses.replace(TINY, out=str(run), **AUTO),
+            reporter=InterruptAt(step, signal.SIGTERM),
+        )
     assert train(runs.read_config(run), resume=run, reporter=Quiet()) == 0
     assert fingerprint(run) == fingerprint(tmp_path / "whole")
 
@@ -67,6 +76,7 @@ def test_a_number_needs_no_tuner(tmp_path: Path) -> None:
 
 
 def test_a_meta_gradient_that_drowns_is_told_once(tmp_path: Path, often: list[range]) -> None:
-    wild = {"solver": "gradient_descent:lr=0.3,steps=20", "optimizer": "sgd:lr=0"}  # inner steps that overshoot, a θ that stays
+    # inner steps that overshoot, a θ that stays
+    wild = {"solver": "gradient_descent:lr=0.3,steps=20", "optimizer": "sgd:lr=0"}
     said = go(tmp_path / "run", estimator="fobmaml:nu=auto", **wild, eval_every=0, test_tasks=0)
     assert len([note for note in said.notes if "larger than its error" in note]) == 1

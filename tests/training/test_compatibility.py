@@ -1,4 +1,6 @@
-"""Runs of version 0.1, kept in tests/data/run-0.1: they evaluate, adapt and go on as that version did."""
+"""Runs of version 0.1, kept in tests/data/run-0.1: they evaluate, adapt and go on as that version
+did.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,16 @@ KEPT = Path(__file__).parents[1] / "data" / "run-0.1"
 DATA = {"csv": "points.csv", "images": "signs", "mnist1d": "mnist1d"}
 EXPECTED = json.loads((KEPT / "expected.json").read_text())
 
-# float32 (eps 6e-8) through 5 inner steps, a network of 3 to 6 layers and up to 2 meta-steps of Adam, whose first steps divide a
-# gradient by its own size: a few hundred roundings, each amplified by at most about 10.
+# float32 (eps 6e-8) through 5 inner steps, a network of 3 to 6 layers and up to 2 meta-steps of
+# Adam, whose first steps divide a gradient by its own size: a few hundred roundings, each amplified
+# by at most about 10.
 CLOSE = {"rel": 2e-4, "abs": 2e-5}
 
 
 def moved(folder: Path, name: str) -> Path:
-    """A copy of a kept run, which now finds its data here: written anew in config.json and in the copies that its checkpoints have."""
+    """A copy of a kept run, which now finds its data here: written anew in config.json and in the
+    copies that its checkpoints have.
+    """
     run = shutil.copytree(KEPT / name, folder / name)
     if name == "mnist1d":
         return run
@@ -58,35 +63,60 @@ def test_a_run_of_0_1_adapts_as_it_did(tmp_path: Path, name: str) -> None:
     support = tmp_path / "few.csv"
     if name == "csv":
         header, *rows = (KEPT / "points.csv").read_text().splitlines()
-        support.write_text("\n".join([header, *(row for row in rows if row.endswith((",k0", ",k1")))]) + "\n")
+        support.write_text(
+            "\n".join([header, *(row for row in rows if row.endswith((",k0", ",k1")))]) + "\n"
+        )
     else:
         support = tmp_path / "few"
         for sign in ("s00", "s01"):
             shutil.copytree(KEPT / "signs" / sign, support / sign)
     classifier = adapt(runs.load(moved(tmp_path, name), checkpoint="last"), support)
     found = [p for prediction in classifier.predict(support) for p in prediction.probabilities]
-    assert found == pytest.approx([p for row in EXPECTED[name]["probabilities"] for p in row], **CLOSE)
+    assert found == pytest.approx(
+        [p for row in EXPECTED[name]["probabilities"] for p in row], **CLOSE
+    )
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_a_run_of_0_1_goes_on_as_it_would_have_and_says_what_it_cannot_promise(tmp_path: Path, name: str) -> None:
+def test_a_run_of_0_1_goes_on_as_it_would_have_and_says_what_it_cannot_promise(
+    tmp_path: Path, name: str
+) -> None:
     run, listener = moved(tmp_path, name), Listener()
     old = (run / "metrics.jsonl").read_bytes()
-    assert train(dataclasses.replace(runs.read_config(run), iterations=6), resume=run, reporter=listener) == 0
-    assert any("Not bit-equal" in note and "metanudge 0.1" in note and __version__ in note for note in listener.notes)
+    assert (
+        train(
+            dataclasses.replace(runs.read_config(run), iterations=6), resume=run, reporter=listener
+        )
+        == 0
+    )
+    assert any(
+        "Not bit-equal" in note and "metanudge 0.1" in note and __version__ in note
+        for note in listener.notes
+    )
     assert (run / "metrics.jsonl").read_bytes().startswith(old)
     rows = read_metrics(run / "metrics.jsonl")[4:]
     for row, expected in zip(rows, EXPECTED[name]["resumed"], strict=True):
-        for key in {"query_loss_before", "query_loss", "residual_start", "gradient_norm", "val_loss"} & expected.keys():
+        for key in {
+            "query_loss_before",
+            "query_loss",
+            "residual_start",
+            "gradient_norm",
+            "val_loss",
+        } & expected.keys():
             assert row[key] == pytest.approx(expected[key], **CLOSE), key
     assert json.loads((run / "config.json").read_text())["version"] == __version__
-    assert runs.load(run, checkpoint="last").state.step == 6  # the new configuration and both kinds of checkpoint agree
+    # the new configuration and both kinds of checkpoint agree
+    assert runs.load(run, checkpoint="last").state.step == 6
     assert runs.load(run, checkpoint="4").state.step == 4
 
 
 def test_what_0_1_did_by_default_is_written_out(tmp_path: Path) -> None:
     options = {name: runs.read_config(moved(tmp_path, name)).data_options for name in DATA}
-    assert options == {"csv": "delimiter=',',standardise=false", "images": "image_size=28,grey=true", "mnist1d": "num_samples=400"}
+    assert options == {
+        "csv": "delimiter=',',standardise=false",
+        "images": "image_size=28,grey=true",
+        "mnist1d": "num_samples=400",
+    }
 
 
 @pytest.mark.parametrize("where", ["config.json", "its state"])
@@ -98,22 +128,40 @@ def test_a_newer_run_is_refused_with_both_versions(tmp_path: Path, where: str) -
     else:
         checkpoint = CheckpointStore(run / "checkpoints").load()
         shutil.rmtree(checkpoint.folder)
-        save(checkpoint.folder, step=4, tensors=checkpoint.tensors, state=checkpoint.state | {"version": "7.1"})
-    with pytest.raises(UserError, match=rf"{where} was written by metanudge 7\.1, and this is {__version__}"):
+        save(
+            checkpoint.folder,
+            step=4,
+            tensors=checkpoint.tensors,
+            state=checkpoint.state | {"version": "7.1"},
+        )
+    with pytest.raises(
+        UserError, match=rf"{where} was written by metanudge 7\.1, and this is {__version__}"
+    ):
         runs.load(run, checkpoint="last")
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_a_new_run_records_every_data_option_and_that_is_the_same_data(tmp_path: Path, name: str) -> None:
+def test_a_new_run_records_every_data_option_and_that_is_the_same_data(
+    tmp_path: Path, name: str
+) -> None:
     from metanudge.training.config import TrainConfig
 
-    given: dict[str, Any] = {"data": str(KEPT / DATA[name]) if name != "mnist1d" else name, "ways": 2, "shots": 1, "queries": 1}
+    given: dict[str, Any] = {
+        "data": str(KEPT / DATA[name]) if name != "mnist1d" else name,
+        "ways": 2,
+        "shots": 1,
+        "queries": 1,
+    }
     config = TrainConfig(**given, data_options="num_samples=400" if name == "mnist1d" else "")
     source = runs.build_source(config)
     resolved = runs.resolve(config, source)
     again = runs.build_source(resolved)
     assert runs.resolve(resolved, again) == resolved
     for split in ("train", "val", "test"):
-        for first, second in zip(source.task(3, split).support, again.task(3, split).support, strict=True):  # type: ignore[arg-type]
+        for first, second in zip(
+            source.task(3, split).support, again.task(3, split).support, strict=True
+        ):  # type: ignore[arg-type]
             assert first.equal(second)
-    assert {"csv": "split_seed=0", "images": "split_seed=0", "mnist1d": "data_seed=42"}[name] in resolved.data_options
+    assert {"csv": "split_seed=0", "images": "split_seed=0", "mnist1d": "data_seed=42"}[
+        name
+    ] in resolved.data_options

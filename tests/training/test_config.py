@@ -84,11 +84,15 @@ def test_a_bad_document_is_refused_by_name(text: str | bytes, words: list[str]) 
         assert word in str(refused.value)
 
 
-def test_a_file_that_is_no_configuration_is_refused_without_reading_all_of_it(tmp_path: Path) -> None:
+def test_a_file_that_is_no_configuration_is_refused_without_reading_all_of_it(
+    tmp_path: Path,
+) -> None:
     huge = tmp_path / "huge.json"
     with huge.open("wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(UserError, match=r"huge\.json cannot be read \(it has more than 1048576 bytes"):
+    with pytest.raises(
+        UserError, match=r"huge\.json cannot be read \(it has more than 1048576 bytes"
+    ):
         TrainConfig.read(huge)
     (tmp_path / "latin.json").write_bytes(b'{"data": "caf\xe9.csv"}')
     with pytest.raises(UserError, match=r"latin\.json cannot be read \('utf-8' codec"):
@@ -110,9 +114,11 @@ def test_a_whole_number_may_stand_for_a_float_and_left_out_fields_have_defaults(
 @pytest.mark.parametrize(
     "bad",
     [
-        {"iterations": 0}, {"tasks": 0}, {"ways": 0}, {"shots": -1}, {"seed": -1}, {"seed": 1 << 63}, {"iterations": 1 << 63},
+        {"iterations": 0}, {"tasks": 0}, {"ways": 0}, {"shots": -1}, {"seed": -1},
+        {"seed": 1 << 63}, {"iterations": 1 << 63},
         {"lam": 0.0}, {"lam": float("nan")},
-        {"clip": -1.0}, {"chunk": 0}, {"eval_every": -1}, {"checkpoint_every": 0}, {"precision": "bf16", "dtype": "float64"},
+        {"clip": -1.0}, {"chunk": 0}, {"eval_every": -1}, {"checkpoint_every": 0},
+        {"precision": "bf16", "dtype": "float64"},
     ],
 )  # fmt: skip
 def test_values_that_make_no_sense_are_refused_with_their_flag(bad: dict[str, object]) -> None:

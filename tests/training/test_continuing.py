@@ -1,4 +1,6 @@
-"""What a run is made of is verified when it goes on, and what cannot be repeated to the last bit is said before it does."""
+"""What a run is made of is verified when it goes on, and what cannot be repeated to the last bit is
+said before it does.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resume(run: Path, **options: Any) -> Listener:
     listener = Listener()
-    assert train(dataclasses.replace(runs.read_config(run), iterations=3), resume=run, reporter=listener, **options) == 0
+    assert (
+        train(
+            dataclasses.replace(runs.read_config(run), iterations=3),
+            resume=run,
+            reporter=listener,
+            **options,
+        )
+        == 0
+    )
     return listener
 
 
@@ -49,7 +59,9 @@ def edit_state(run: Path, **changes: Any) -> None:
     save(checkpoint.folder, step=checkpoint.step, tensors=checkpoint.tensors, state=state)
 
 
-def test_the_environment_is_recorded_and_a_change_of_it_said_before_the_first_step(tmp_path: Path, trained: Path) -> None:
+def test_the_environment_is_recorded_and_a_change_of_it_said_before_the_first_step(
+    tmp_path: Path, trained: Path
+) -> None:
     now = environment(torch.device("cpu"))
     assert {"metanudge", "torch", "device", "threads", "cpu_capability", "processor"} <= now.keys()
     assert CheckpointStore(trained / "checkpoints").load().state["environment"] == now
@@ -67,7 +79,11 @@ def test_the_environment_is_recorded_and_a_change_of_it_said_before_the_first_st
 
 def test_another_engine_is_said_too(tmp_path: Path, trained: Path) -> None:
     run, listener = shutil.copytree(trained, tmp_path / "run"), Listener()
-    train(dataclasses.replace(runs.read_config(run), iterations=3, engine="inplace"), resume=run, reporter=listener)
+    train(
+        dataclasses.replace(runs.read_config(run), iterations=3, engine="inplace"),
+        resume=run,
+        reporter=listener,
+    )
     assert [note for note in listener.notes if "--engine auto → inplace" in note] == listener.notes
 
 
@@ -80,20 +96,25 @@ class Marked(Sinusoid):
         return self.mark
 
 
-def test_changed_data_are_refused_unless_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_data_are_refused_unless_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(runs._SOURCES, "sinusoid", Marked)
     run = tmp_path / "run"
     go(run, **SHORT)
     assert CheckpointStore(run / "checkpoints").load().state["data_sha256"] == "1" * 64
     before = fingerprint(run)
     monkeypatch.setattr(Marked, "mark", "2" * 64)
-    with pytest.raises(UserError, match=r"sinusoid has changed.*1111….*2222….*--allow-changed-data"):
+    with pytest.raises(
+        UserError, match=r"sinusoid has changed.*1111….*2222….*--allow-changed-data"
+    ):
         resume(run)
     assert main(["train", "--resume", str(run), "--iterations", "3"]) == 2
     assert fingerprint(run) == before
     (note,) = resume(run, allow_changed_data=True).notes
     assert "has changed" in note
-    assert main(["train", "--resume", str(run), "--iterations", "4"]) == 0  # the new data are now the run's own
+    # the new data are now the run's own
+    assert main(["train", "--resume", str(run), "--iterations", "4"]) == 0
     monkeypatch.setattr(Marked, "mark", "3" * 64)
     assert main(["train", "--resume", str(run), "--iterations", "5", "--allow-changed-data"]) == 0
 
@@ -101,9 +122,11 @@ def test_changed_data_are_refused_unless_allowed(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optimizer": ...}, {"optimizer": {}}, {"optimizer": {"state": 5, "param_groups": [{}]}}, {"metrics_size": "many"},
+        {"optimizer": ...}, {"optimizer": {}}, {"optimizer": {"state": 5, "param_groups": [{}]}},
+        {"metrics_size": "many"},
         {"config": ...},
-        {"config": {"lam": "2"}}, {"config": {"what": 1}}, {"shapes": 3}, {"lrs": None}, {"best": 7}, {"chunk": "all"}, {"tuner": 1},
+        {"config": {"lam": "2"}}, {"config": {"what": 1}}, {"shapes": 3}, {"lrs": None},
+        {"best": 7}, {"chunk": "all"}, {"tuner": 1},
         {"version": 3},
     ],
     ids=str,
@@ -135,11 +158,25 @@ class Vandal(Quiet):
 
 @pytest.mark.parametrize(
     "damage",
-    [b"{", b"\xff\xfe", b"7", b'{"step": "two"}', b'{"step": 2, "query_loss": "low"}', b'{"step": 2, "query_loss": NaN}', b"[" * 99999],
+    [
+        b"{",
+        b"\xff\xfe",
+        b"7",
+        b'{"step": "two"}',
+        b'{"step": 2, "query_loss": "low"}',
+        b'{"step": 2, "query_loss": NaN}',
+        b"[" * 99999,
+    ],
 )
 def test_a_damaged_line_does_not_end_a_finished_training(tmp_path: Path, damage: bytes) -> None:
     vandal = Vandal(tmp_path / "run" / "metrics.jsonl", damage)
-    assert train(dataclasses.replace(TINY, out=str(tmp_path / "run"), test_tasks=0, eval_every=0), reporter=vandal) == 0
+    assert (
+        train(
+            dataclasses.replace(TINY, out=str(tmp_path / "run"), test_tasks=0, eval_every=0),
+            reporter=vandal,
+        )
+        == 0
+    )
     (note,) = vandal.notes
     assert "metrics.jsonl has damaged lines, 1 of 8" in note
     assert "line 2." in note
@@ -147,7 +184,14 @@ def test_a_damaged_line_does_not_end_a_finished_training(tmp_path: Path, damage:
     assert [row["step"] for row in read_metrics(vandal.file)] == [1, 3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("damage", [lambda text: text.replace('"steps": 2', '"steps": 9'), lambda text: text[:-3], lambda text: "[]"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace('"steps": 2', '"steps": 9'),
+        lambda text: text[:-3],
+        lambda text: "[]",
+    ],
+)
 def test_a_changed_summary_is_noticed(tmp_path: Path, trained: Path, damage: Any) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     file = run / "summary.json"
@@ -157,9 +201,12 @@ def test_a_changed_summary_is_noticed(tmp_path: Path, trained: Path, damage: Any
     assert resume(run).notes == []  # it was written anew
 
 
-def test_a_restarted_job_goes_on_with_its_own_run_and_no_other(tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_job_goes_on_with_its_own_run_and_no_other(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, job in (("sinusoid-1", "a"), ("sinusoid-2", "b"), ("sinusoid-3", None)):  # all unfinished
+    # all unfinished
+    for name, job in (("sinusoid-1", "a"), ("sinusoid-2", "b"), ("sinusoid-3", None)):
         shutil.copytree(trained, tmp_path / "runs" / name)
         (tmp_path / "runs" / name / "summary.json").unlink()
         with RunLock(print, job=job) as lock:
@@ -167,13 +214,20 @@ def test_a_restarted_job_goes_on_with_its_own_run_and_no_other(tmp_path: Path, t
 
     def plan(job: str | None, out: str | None = None) -> str:
         with RunLock(print, job=job) as lock:
-            return str(make_plan(dataclasses.replace(TINY, out=out), None, Group(job=job), lock).folder)
+            return str(
+                make_plan(dataclasses.replace(TINY, out=out), None, Group(job=job), lock).folder
+            )
 
     assert plan("a") == "runs/sinusoid-1"
     assert plan("b") == "runs/sinusoid-2"
     for job in ("c", None):
         assert not Path(plan(job)).exists()  # a new one
     assert plan("a", "runs/sinusoid-1") == "runs/sinusoid-1"
-    for job, out in (("c", "runs/sinusoid-1"), ("b", "runs/sinusoid-1"), (None, "runs/sinusoid-1"), ("a", "runs/sinusoid-3")):
+    for job, out in (
+        ("c", "runs/sinusoid-1"),
+        ("b", "runs/sinusoid-1"),
+        (None, "runs/sinusoid-1"),
+        ("a", "runs/sinusoid-3"),
+    ):
         with pytest.raises(UserError, match="is not empty"):
             plan(job, out)

@@ -26,7 +26,9 @@ def test_names_that_lead_nowhere() -> None:
         (2, "1", "cpu", "cpu"),
     ],
 )
-def test_every_local_rank_has_a_gpu_of_its_own(gpus: int, rank: int, name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_local_rank_has_a_gpu_of_its_own(
+    gpus: int, rank: int, name: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_RANK", str(rank))

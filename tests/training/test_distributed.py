@@ -23,22 +23,31 @@ from training.test_resume import lines
 
 # Three tasks: with two ranks the slices differ in length, with four one rank has none.
 FLAGS = [
-    "sinusoid", "--shots", "4", "--queries", "4", "--model", "mlp:hidden=(6,),activation=tanh", "--solver",
-    "gradient_descent:lr=0.05,steps=2,batch_size=3", "--tasks", "3", "--dtype", "float64", "--iterations", "20", "--eval-every", "10",
+    "sinusoid", "--shots", "4", "--queries", "4", "--model", "mlp:hidden=(6,),activation=tanh",
+    "--solver",
+    "gradient_descent:lr=0.05,steps=2,batch_size=3", "--tasks", "3", "--dtype", "float64",
+    "--iterations", "20", "--eval-every", "10",
     "--eval-tasks", "20", "--test-tasks", "20", "--checkpoint-every", "4", "--device", "cpu",
 ]  # fmt: skip
 
 
-# Seconds for a group of ranks, from start to end: a few on an idle machine, many where it is busy with other things.
+# Seconds for a group of ranks, from start to end: a few on an idle machine, many where it is busy
+# with other things.
 LIMIT = 150
 
 
-def train_on(world: int, folder: Path, *flags: str, program: Sequence[str] = ("-m", "metanudge")) -> tuple[list[int | None], list[str]]:
-    """Train with one process per rank; their exit codes (None: ended here, out of time) and what they said."""
-    # The rendezvous is served from here, as torchrun does it: the system picks a free port, and nobody can take it before rank 0 does.
+def train_on(
+    world: int, folder: Path, *flags: str, program: Sequence[str] = ("-m", "metanudge")
+) -> tuple[list[int | None], list[str]]:
+    """Train with one process per rank; their exit codes (None: ended here, out of time) and what
+    they said.
+    """
+    # The rendezvous is served from here, as torchrun does it: the system picks a free port, and
+    # nobody can take it before rank 0 does.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
-        **os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world),
+        **os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     command = [sys.executable, *program, "train", *flags]
@@ -49,7 +58,11 @@ def train_on(world: int, folder: Path, *flags: str, program: Sequence[str] = ("-
         for rank, log in enumerate(logs):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with log.open("wb") as said:
-                processes.append(subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT))
+                processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdout=said, stderr=subprocess.STDOUT
+                    )
+                )
         end = time.monotonic() + LIMIT
         while any(process.poll() is None for process in processes) and time.monotonic() < end:
             time.sleep(0.02)
@@ -62,7 +75,9 @@ def train_on(world: int, folder: Path, *flags: str, program: Sequence[str] = ("-
 
 
 def weights(folder: Path) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in runs.load(folder, checkpoint="last").learner.parameters()])
+    return torch.cat(
+        [p.detach().reshape(-1) for p in runs.load(folder, checkpoint="last").learner.parameters()]
+    )
 
 
 def nus(folder: Path) -> list[float]:
@@ -73,7 +88,15 @@ def nus(folder: Path) -> list[float]:
 def test_one_two_and_four_ranks_agree(tmp_path: Path) -> None:
     found = {}
     for world in (1, 2, 4):
-        codes, outputs = train_on(world, tmp_path, *FLAGS, "--estimator", "fobmaml:nu=auto", "--out", str(tmp_path / str(world)))
+        codes, outputs = train_on(
+            world,
+            tmp_path,
+            *FLAGS,
+            "--estimator",
+            "fobmaml:nu=auto",
+            "--out",
+            str(tmp_path / str(world)),
+        )
         assert codes == [0] * world, outputs
         assert all("Result" not in output for output in outputs[1:])  # rank 0 alone talks
         found[world] = weights(tmp_path / str(world))
@@ -85,8 +108,17 @@ def test_one_two_and_four_ranks_agree(tmp_path: Path) -> None:
 
 
 def test_every_rank_stops_when_one_meets_nan(tmp_path: Path) -> None:
-    flags = [flag if flag != "gradient_descent:lr=0.05,steps=2,batch_size=3" else "gradient_descent:lr=1e200,steps=3" for flag in FLAGS]
-    codes, outputs = train_on(2, tmp_path, *flags, "--lam", "1e-201", "--out", str(tmp_path / "run"))
+    flags = [
+        (
+            flag
+            if flag != "gradient_descent:lr=0.05,steps=2,batch_size=3"
+            else "gradient_descent:lr=1e200,steps=3"
+        )
+        for flag in FLAGS
+    ]
+    codes, outputs = train_on(
+        2, tmp_path, *flags, "--lam", "1e-201", "--out", str(tmp_path / "run")
+    )
     assert codes == [4, 4], outputs
     assert "meta-step 1" in outputs[0]
     assert "meta-step" not in outputs[1]
@@ -112,14 +144,25 @@ def children(parent: int) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks' process ids in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="finds the ranks' process ids in /proc"
+)
 @pytest.mark.timeout(4 * LIMIT)
-def test_torchrun_restarts_after_the_kill_of_one_rank_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_torchrun_restarts_after_the_kill_of_one_rank_and_ends_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
     flags = [flag if flag != "20" else "60" for flag in FLAGS]
     codes, outputs = train_on(2, tmp_path, *flags, "--out", str(tmp_path / "whole"))
     assert codes == [0, 0], outputs
     run, log = tmp_path / "run", tmp_path / "said.txt"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--standalone"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+        "--standalone",
+    ]
     with log.open("wb") as said:
         launcher = subprocess.Popen(
             [*torchrun, "-m", "metanudge", "train", *flags, "--out", str(run)],
@@ -146,7 +189,9 @@ def test_torchrun_restarts_after_the_kill_of_one_rank_and_ends_with_the_same_wei
     assert launcher.returncode == 0, log.read_text()
     assert "resumed at step" in log.read_text()
     assert torch.equal(weights(run), weights(tmp_path / "whole"))
-    assert (run / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert (run / "metrics.jsonl").read_bytes() == (
+        tmp_path / "whole" / "metrics.jsonl"
+    ).read_bytes()
 
 
 def test_restarted_ranks_meet_in_a_part_of_the_store_of_their_own() -> None:
@@ -169,4 +214,6 @@ def test_restarted_ranks_meet_in_a_part_of_the_store_of_their_own() -> None:
 def test_slices_cover_every_task_once() -> None:
     for count in range(1, 9):
         for world in range(1, 12):
-            assert [i for rank in range(world) for i in Group(rank, world).slice(count)] == list(range(count))
+            assert [i for rank in range(world) for i in Group(rank, world).slice(count)] == list(
+                range(count)
+            )

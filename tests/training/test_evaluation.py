@@ -1,4 +1,6 @@
-"""Evaluation against a loop written out by hand, both BatchNorm protocols, class names and the report."""
+"""Evaluation against a loop written out by hand, both BatchNorm protocols, class names and the
+report.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from metanudge.models import MLP, Conv1D
 from metanudge.tasks import MNIST1D, Labelled, Sinusoid
 from metanudge.training import runs
 from metanudge.training.config import TrainConfig
-from metanudge.training.evaluation import episode_classes, evaluate_run, evaluate_tasks, measure, plot_steps, with_support_statistics
+from metanudge.training.evaluation import (
+    episode_classes,
+    evaluate_run,
+    evaluate_tasks,
+    measure,
+    plot_steps,
+    with_support_statistics,
+)
 from trained_runs import make_run, vector_run, vector_table
 
 
@@ -28,21 +37,30 @@ def source() -> MNIST1D:
 @pytest.fixture
 def learner() -> mn.MetaLearner:
     torch.manual_seed(0)
-    return mn.MetaLearner(Conv1D(3, channels=4), cross_entropy, solver=mn.GradientDescent(lr=0.1, steps=3))
+    return mn.MetaLearner(
+        Conv1D(3, channels=4), cross_entropy, solver=mn.GradientDescent(lr=0.1, steps=3)
+    )
 
 
-def by_hand(learner: mn.MetaLearner, task: mn.Task, steps: int, protocol: str) -> tuple[float, float]:
-    adapted = learner.adapt(task.support, steps=steps) if steps else learner.adapt(task.support, steps=1)
+def by_hand(
+    learner: mn.MetaLearner, task: mn.Task, steps: int, protocol: str
+) -> tuple[float, float]:
+    adapted = (
+        learner.adapt(task.support, steps=steps) if steps else learner.adapt(task.support, steps=1)
+    )
     if not steps:
         adapted.load_state_dict(learner.model.state_dict())
     x, y = task.query
     if protocol == "inductive":
-        # Momentum 1 makes the running statistics those of the one batch; torch keeps the unbiased variance, undone here.
+        # Momentum 1 makes the running statistics those of the one batch; torch keeps the unbiased
+        # variance, undone here.
         sizes: dict[nn.Module, int] = {}
         norms = [m for m in adapted.modules() if isinstance(m, nn.BatchNorm1d)]
         for norm in norms:
             norm.momentum = 1.0
-            norm.register_forward_pre_hook(lambda m, inputs: sizes.update({m: inputs[0].numel() // m.num_features}))
+            norm.register_forward_pre_hook(
+                lambda m, inputs: sizes.update({m: inputs[0].numel() // m.num_features})
+            )
         with torch.no_grad():
             adapted.train()(task.support[0])
             for norm in norms:
@@ -67,20 +85,26 @@ def test_equals_a_loop_by_hand(learner: mn.MetaLearner, source: MNIST1D, engine:
         losses, accuracies = torch.tensor(expected, dtype=torch.float64).T
         assert row.loss == pytest.approx(float(losses.mean()), abs=1e-5)
         assert row.accuracy == pytest.approx(float(accuracies.mean()), abs=1e-9)
-        assert row.accuracy_ci95 == pytest.approx(1.96 * float(accuracies.std()) / math.sqrt(5), abs=1e-9)
+        assert row.accuracy_ci95 == pytest.approx(
+            1.96 * float(accuracies.std()) / math.sqrt(5), abs=1e-9
+        )
         assert row.worst_decile == pytest.approx(float(accuracies.min()))
     assert all(torch.equal(value, before[name]) for name, value in learner.named_parameters())
 
 
 @pytest.mark.parametrize("engine", ["stacked", "inplace"])
-def test_running_statistics_stay_as_they_are(learner: mn.MetaLearner, source: MNIST1D, engine: str) -> None:
+def test_running_statistics_stay_as_they_are(
+    learner: mn.MetaLearner, source: MNIST1D, engine: str
+) -> None:
     learner.engine = engine  # type: ignore[assignment]
     before = {name: value.clone() for name, value in learner.named_buffers()}
     evaluate_tasks(learner, source.batch(range(2), "test"), steps=[])
     assert all(torch.equal(value, before[name]) for name, value in learner.named_buffers())
 
 
-def test_transductive_equals_the_learners_own_evaluation(learner: mn.MetaLearner, source: MNIST1D) -> None:
+def test_transductive_equals_the_learners_own_evaluation(
+    learner: mn.MetaLearner, source: MNIST1D
+) -> None:
     batch = source.batch(range(12), "test")
     own = learner.evaluate(batch)
     report = evaluate_tasks(learner, batch, steps=[])
@@ -89,14 +113,17 @@ def test_transductive_equals_the_learners_own_evaluation(learner: mn.MetaLearner
     assert report.main.accuracy_ci95 == pytest.approx(own.accuracy_ci95)
 
 
-def test_inductive_predictions_do_not_depend_on_each_other_and_transductive_ones_do(source: MNIST1D, learner: mn.MetaLearner) -> None:
+def test_inductive_predictions_do_not_depend_on_each_other_and_transductive_ones_do(
+    source: MNIST1D, learner: mn.MetaLearner
+) -> None:
     task = source.task(0, "test")
     adapted = learner.adapt(task.support)
     frozen = with_support_statistics(adapted, task.support[0])
     x = task.query[0]
     with torch.no_grad():
         torch.testing.assert_close(frozen(x)[:1], frozen(x[:1]))
-        torch.testing.assert_close(frozen(task.support[0]), adapted(task.support[0]))  # the statistics are exactly the support's
+        # the statistics are exactly the support's
+        torch.testing.assert_close(frozen(task.support[0]), adapted(task.support[0]))
         assert not torch.allclose(adapted(x)[:2], adapted(x[:2]), atol=1e-3)
     assert not frozen.training
     assert adapted.training
@@ -104,7 +131,12 @@ def test_inductive_predictions_do_not_depend_on_each_other_and_transductive_ones
 
 def test_batch_norm_without_running_statistics(source: MNIST1D) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8, track_running_stats=False, affine=False), nn.ReLU(), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Linear(40, 8),
+        nn.BatchNorm1d(8, track_running_stats=False, affine=False),
+        nn.ReLU(),
+        nn.Linear(8, 3),
+    )
     learner = mn.MetaLearner(model, cross_entropy)
     report = evaluate_tasks(learner, source.batch(range(3), "test"), steps=[])
     assert [row.batch_norm for row in report.rows] == ["transductive", "inductive"]
@@ -123,14 +155,24 @@ def test_dropout_is_off_in_predictions(source: MNIST1D) -> None:
     learner = mn.MetaLearner(model, cross_entropy)
     report = evaluate_tasks(learner, source.batch(range(4), "test"), steps=[0])
     with torch.no_grad():
-        expected = [float(cross_entropy(model[1](task.query[0]), task.query[1])) for task in source.batch(range(4), "test")]
+        expected = [
+            float(cross_entropy(model[1](task.query[0]), task.query[1]))
+            for task in source.batch(range(4), "test")
+        ]
     assert report.at(0).loss == pytest.approx(sum(expected) / 4, rel=1e-5)
 
 
 def test_class_names_are_the_ones_the_episode_was_drawn_from() -> None:
     # One constant per class, so the inputs tell which class an example is from.
     numbers = torch.arange(30) // 3
-    source = Labelled(numbers[:, None].float(), [f"n{n}" for n in numbers.tolist()], ways=2, shots=1, queries=2, splits=(0.0, 0.0, 1.0))
+    source = Labelled(
+        numbers[:, None].float(),
+        [f"n{n}" for n in numbers.tolist()],
+        ways=2,
+        shots=1,
+        queries=2,
+        splits=(0.0, 0.0, 1.0),
+    )
     names = episode_classes(source, range(20), "test")
     assert names is not None
     for task, classes in zip(source.batch(range(20), "test"), names, strict=True):
@@ -146,12 +188,18 @@ def test_accuracy_by_class_counts_every_query(learner: mn.MetaLearner, source: M
     right = sum(c.accuracy * c.examples for c in report.classes)
     assert right / (8 * 3 * 6) == pytest.approx(report.main.accuracy)
     assert [c.accuracy for c in report.classes] == sorted(c.accuracy for c in report.classes)
-    assert {c.name for c in evaluate_tasks(learner, batch, steps=[]).classes} == {"label 0", "label 1", "label 2"}
+    assert {c.name for c in evaluate_tasks(learner, batch, steps=[]).classes} == {
+        "label 0",
+        "label 1",
+        "label 2",
+    }
 
 
 def test_regression_reports_the_loss_only() -> None:
     torch.manual_seed(0)
-    learner = mn.MetaLearner(MLP(1, 1, hidden=(8,)), mse_loss, solver=mn.GradientDescent(lr=0.01, steps=2))
+    learner = mn.MetaLearner(
+        MLP(1, 1, hidden=(8,)), mse_loss, solver=mn.GradientDescent(lr=0.01, steps=2)
+    )
     batch = Sinusoid(shots=5, queries=5).batch(range(6), "test")
     report = evaluate_tasks(learner, batch)
     assert not report.classification
@@ -164,15 +212,21 @@ def test_regression_reports_the_loss_only() -> None:
 
 def test_diverged_tasks_are_counted_and_wrong() -> None:
     torch.manual_seed(0)
-    learner = mn.MetaLearner(MLP(40, 3, hidden=(8,)), cross_entropy, solver=mn.GradientDescent(lr=1e30, steps=3))
-    report = evaluate_tasks(learner, MNIST1D(num_samples=1000, cache=False).batch(range(3), "test"), steps=[0])
+    learner = mn.MetaLearner(
+        MLP(40, 3, hidden=(8,)), cross_entropy, solver=mn.GradientDescent(lr=1e30, steps=3)
+    )
+    report = evaluate_tasks(
+        learner, MNIST1D(num_samples=1000, cache=False).batch(range(3), "test"), steps=[0]
+    )
     assert report.main.diverged == 3
     assert report.main.accuracy == 0
     assert "diverged on 3 of 3 tasks" in str(report)
     json.dumps(report.as_dict(), allow_nan=False)
 
 
-def test_batches_do_not_change_the_result(learner: mn.MetaLearner, source: MNIST1D, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_do_not_change_the_result(
+    learner: mn.MetaLearner, source: MNIST1D, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = source.batch(range(7), "test")
     seen: list[tuple[int, int | None]] = []
     whole = evaluate_tasks(learner, batch)
@@ -194,14 +248,22 @@ def test_a_run(tmp_path: Path) -> None:
 
 def test_a_run_with_bf16_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path / "cache"))
-    config = TrainConfig("mnist1d", data_options="num_samples=1000", model="conv1d:channels=4", queries=5, precision="bf16")
+    config = TrainConfig(
+        "mnist1d",
+        data_options="num_samples=1000",
+        model="conv1d:channels=4",
+        queries=5,
+        precision="bf16",
+    )
     run = runs.load(make_run(tmp_path / "run", config))
     report = evaluate_run(run, tasks=3, steps=[0])
     assert all(math.isfinite(row.loss) for row in report.rows)
     task = run.source.task(0, "test")
     with run.precision():
         frozen = with_support_statistics(run.learner.adapt(task.support), task.support[0])
-    assert all(value.dtype == torch.float32 for name, value in frozen.named_buffers() if "running" in name)
+    assert all(
+        value.dtype == torch.float32 for name, value in frozen.named_buffers() if "running" in name
+    )
 
 
 def test_mistakes_are_explained(learner: mn.MetaLearner, source: MNIST1D) -> None:
@@ -212,6 +274,8 @@ def test_mistakes_are_explained(learner: mn.MetaLearner, source: MNIST1D) -> Non
         evaluate_tasks(learner, batch, classes=[("a",)])
     with pytest.raises(ValueError, match="no result for steps=77"):
         evaluate_tasks(learner, batch, steps=[]).at(77)
-    other = mn.MetaLearner(MLP(40, 3), lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
+    other = mn.MetaLearner(
+        MLP(40, 3), lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+    )
     with pytest.raises(TypeError, match="loss\\(output, target\\)"):
         evaluate_tasks(other, batch)

@@ -20,12 +20,16 @@ def silent(text: str) -> None:
     raise AssertionError(text)
 
 
-def test_the_second_is_refused_with_the_name_of_the_first_until_that_lets_go(tmp_path: Path) -> None:
+def test_the_second_is_refused_with_the_name_of_the_first_until_that_lets_go(
+    tmp_path: Path,
+) -> None:
     check_free(tmp_path)
     with RunLock(silent) as first, RunLock(silent) as second:
         first.take(tmp_path)
         for attempt in (lambda: second.take(tmp_path), lambda: check_free(tmp_path)):
-            with pytest.raises(UserError, match=rf"in use: process {os.getpid()} on {platform.node()}.*--out"):
+            with pytest.raises(
+                UserError, match=rf"in use: process {os.getpid()} on {platform.node()}.*--out"
+            ):
                 attempt()
         first.release()
         check_free(tmp_path)
@@ -36,9 +40,15 @@ def test_the_second_is_refused_with_the_name_of_the_first_until_that_lets_go(tmp
 
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     code = "import sys, pathlib; from metanudge.training.lock import RunLock\n"
-    code += "RunLock(print).take(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    code += (
+        "RunLock(print).take(pathlib.Path(sys.argv[1])); print('held', flush=True);"
+        " sys.stdin.read()"
+    )
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
@@ -76,11 +86,17 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, None])
-def test_without_locks_the_run_goes_on_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
+def test_without_locks_the_run_goes_on_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
     def no_locks(file: object, how: int) -> None:
         raise OSError(number, os.strerror(number or 0))
 
-    monkeypatch.setattr("metanudge.training.lock.fcntl", None) if number is None else monkeypatch.setattr(fcntl, "flock", no_locks)
+    (
+        monkeypatch.setattr("metanudge.training.lock.fcntl", None)
+        if number is None
+        else monkeypatch.setattr(fcntl, "flock", no_locks)
+    )
     notes: list[str] = []
     with RunLock(notes.append, job="a job") as lock:
         lock.take(tmp_path)

@@ -24,8 +24,10 @@ from training.test_trainer import TINY, fingerprint, go
 
 KILLS = 10 if os.environ.get("METANUDGE_SLOW") else 3
 FLAGS = [
-    "sinusoid", "--shots", "4", "--queries", "4", "--model", "mlp:hidden=(6,),activation=tanh", "--tasks", "3", "--iterations", "80",
-    "--solver", "gradient_descent:lr=0.05,steps=2", "--eval-every", "20", "--eval-tasks", "4", "--test-tasks", "6",
+    "sinusoid", "--shots", "4", "--queries", "4", "--model", "mlp:hidden=(6,),activation=tanh",
+    "--tasks", "3", "--iterations", "80",
+    "--solver", "gradient_descent:lr=0.05,steps=2", "--eval-every", "20", "--eval-tasks", "4",
+    "--test-tasks", "6",
     "--checkpoint-every", "7",
 ]  # fmt: skip
 
@@ -33,7 +35,9 @@ FLAGS = [
 def start(*flags: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "metanudge", "train", *flags]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -62,7 +66,9 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bytes(tmp_path: Path)
     draw = random.Random(20)
     moments = sorted(draw.sample(range(2, 78), KILLS))
     for number, moment in enumerate(moments):
-        process = start(*FLAGS, "--out", str(killed)) if number == 0 else start("--resume", str(killed))
+        process = (
+            start(*FLAGS, "--out", str(killed)) if number == 0 else start("--resume", str(killed))
+        )
         while lines(killed / "metrics.jsonl") < moment:
             if process.poll() is not None:
                 raise AssertionError(finish(process))
@@ -127,23 +133,33 @@ def test_a_moved_run_resumes_where_it_is(tmp_path: Path) -> None:
         ({"out": "elsewhere"}, ["--out elsewhere", "--resume"]),
     ],
 )
-def test_resuming_with_another_configuration_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+def test_resuming_with_another_configuration_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
     go(tmp_path / "run")
     before = fingerprint(tmp_path / "run")
     with pytest.raises(UserError) as refused:
-        train(dataclasses.replace(runs.read_config(tmp_path / "run"), **changes), resume=tmp_path / "run", reporter=Quiet())
+        train(
+            dataclasses.replace(runs.read_config(tmp_path / "run"), **changes),
+            resume=tmp_path / "run",
+            reporter=Quiet(),
+        )
     for word in words:
         assert word in str(refused.value)
     assert fingerprint(tmp_path / "run") == before
 
 
-def test_a_model_whose_code_changed_is_refused_with_the_tensors_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_code_changed_is_refused_with_the_tensors_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     from metanudge import models
 
     go(tmp_path / "run")
-    monkeypatch.setitem(models.MODELS, "mlp", lambda hidden, activation: torch.nn.Sequential(torch.nn.Linear(1, 1)))
+    monkeypatch.setitem(
+        models.MODELS, "mlp", lambda hidden, activation: torch.nn.Sequential(torch.nn.Linear(1, 1))
+    )
     with pytest.raises(UserError, match=r"model has changed.*0\.bias"):
         train(runs.read_config(tmp_path / "run"), resume=tmp_path / "run", reporter=Quiet())
 

@@ -1,4 +1,6 @@
-"""Signals as a user sends them: exit codes of a real process, and a second Ctrl-C that does not wait."""
+"""Signals as a user sends them: exit codes of a real process, and a second Ctrl-C that does not
+wait.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import pytest
 from metanudge.training.signals import StopRequest
 from training.test_resume import finish, lines, start
 
-LONG = ["sinusoid", "--tasks", "2", "--solver", "gradient_descent:lr=0.01,steps=1", "--iterations", "1000000", "--eval-every", "0"]
+LONG = [
+    "sinusoid",
+    "--tasks",
+    "2",
+    "--solver",
+    "gradient_descent:lr=0.01,steps=1",
+    "--iterations",
+    "1000000",
+    "--eval-every",
+    "0",
+]
 
 
 def test_ctrl_c_ends_a_process_with_130_after_saving(tmp_path: Path) -> None:

@@ -87,7 +87,9 @@ def test_names_ignore_case_and_hyphens(spelling: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "lr"), [("classification", 0.1), ("regression", 0.01)])
-def test_the_automatic_solver_follows_the_kind_of_tasks(kind: Literal["classification", "regression"], lr: float) -> None:
+def test_the_automatic_solver_follows_the_kind_of_tasks(
+    kind: Literal["classification", "regression"], lr: float
+) -> None:
     assert specs.build_solver("auto", kind) == mn.GradientDescent(lr=lr, steps=5)
     canonical = str(specs.parse_solver("Auto", kind))
     assert specs.build_solver(canonical) == mn.GradientDescent(lr=lr, steps=5)
@@ -97,12 +99,20 @@ def test_the_automatic_solver_follows_the_kind_of_tasks(kind: Literal["classific
 def test_all_estimators_and_solvers_can_be_named() -> None:
     for name in specs.ESTIMATORS_BY_NAME:
         assert type(specs.build_estimator(name)).__name__.lower() == name
-    assert set(specs.SOLVERS) == {"gradient_descent", "nesterov", "torch_optimizer", "lbfgs", "newton_cg"}
+    assert set(specs.SOLVERS) == {
+        "gradient_descent",
+        "nesterov",
+        "torch_optimizer",
+        "lbfgs",
+        "newton_cg",
+    }
 
 
 def test_a_torch_optimizer_as_inner_solver_takes_its_own_options() -> None:
     solver = specs.build_solver("torch_optimizer:optimizer=adam,steps=5,lr=0.01,betas=(0.8,0.9)")
-    assert solver == mn.TorchOptimizer(torch.optim.Adam, steps=5, options={"lr": 0.01, "betas": (0.8, 0.9)})
+    assert solver == mn.TorchOptimizer(
+        torch.optim.Adam, steps=5, options={"lr": 0.01, "betas": (0.8, 0.9)}
+    )
 
 
 def test_outer_optimizers_are_torchs_and_ours() -> None:
@@ -110,19 +120,25 @@ def test_outer_optimizers_are_torchs_and_ours() -> None:
     sgd = specs.build_optimizer("sgd:lr=0.5,momentum=0.9,nesterov=true", parameters)
     assert isinstance(sgd, torch.optim.SGD)
     assert sgd.param_groups[0]["nesterov"] is True
-    assert isinstance(specs.build_optimizer("clipped-gd:lr=0.1,max_norm=1", parameters), mn.optim.ClippedGD)
+    assert isinstance(
+        specs.build_optimizer("clipped-gd:lr=0.1,max_norm=1", parameters), mn.optim.ClippedGD
+    )
 
 
 def test_models_are_sized_by_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = mn.tasks.Sinusoid()
     assert str(specs.parse_model("auto", source)) == "mlp"
-    assert specs.build_model("MLP:hidden=[8,4],activation=tanh", source)(torch.zeros(3, 1)).shape == (3, 1)
-    images = mn.tasks.Labelled(torch.zeros(90, 3, 16, 16), torch.arange(90) % 9, ways=2, shots=1, queries=2)
+    assert specs.build_model("MLP:hidden=[8,4],activation=tanh", source)(
+        torch.zeros(3, 1)
+    ).shape == (3, 1)
+    images = mn.tasks.Labelled(
+        torch.zeros(90, 3, 16, 16), torch.arange(90) % 9, ways=2, shots=1, queries=2
+    )
     assert str(specs.parse_model("auto", images)) == "conv4"
     assert specs.build_model("conv4:channels=4", images)(torch.zeros(5, 3, 16, 16)).shape == (5, 2)
     (tmp_path / "my_own_nets.py").write_text(
-        "import torch\ndef net(num_outputs, width=3):\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(1, width), torch.nn.Linear(width, num_outputs))\n"
+        "import torch\ndef net(num_outputs, width=3):\n    return"
+        " torch.nn.Sequential(torch.nn.Linear(1, width), torch.nn.Linear(width, num_outputs))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -144,20 +160,28 @@ def test_models_are_sized_by_the_data(tmp_path: Path, monkeypatch: pytest.Monkey
         (specs.build_estimator, "fobmaml:nu", ["'nu'", "key=value"]),
         (specs.build_estimator, "fobmaml:nu=1,nu=2", ["twice"]),
         (specs.build_estimator, "", ["NAME"]),
-        (specs.build_solver, "gradient_decent:lr=0.1,steps=5", ["Did you mean 'gradient_descent'?"]),
+        (specs.build_solver, "gradient_decent:lr=0.1,steps=5",
+        ["Did you mean 'gradient_descent'?"]),
         (specs.build_solver, "gradient_descent:lr=0.1", ["steps", "steps=..."]),
         (specs.build_solver, "gradient_descent:lr=0.1,steps=2.5", ["steps=2.5", "whole number"]),
         (specs.build_solver, "torch_optimizer:steps=5", ["optimizer=adam"]),
         (specs.build_solver, "torch_optimizer:optimizer=adm,steps=5", ["Did you mean 'adam'?"]),
-        (specs.build_solver, "torch_optimizer:optimizer=sgd,steps=5,momentun=1", ["Did you mean 'momentum'?"]),
-        (lambda text: specs.build_optimizer(text, [torch.nn.Parameter(torch.zeros(2))]), "adam:lr=-1", ["adam", "-1"]),
-        (lambda text: specs.build_optimizer(text, [torch.nn.Parameter(torch.zeros(2))]), "lbfgs:lr=1", ["lbfgs", "adam"]),
+        (specs.build_solver, "torch_optimizer:optimizer=sgd,steps=5,momentun=1",
+        ["Did you mean 'momentum'?"]),
+        (lambda text: specs.build_optimizer(text, [torch.nn.Parameter(torch.zeros(2))]),
+        "adam:lr=-1", ["adam", "-1"]),
+        (lambda text: specs.build_optimizer(text, [torch.nn.Parameter(torch.zeros(2))]),
+        "lbfgs:lr=1", ["lbfgs", "adam"]),
         (lambda text: specs.build_model(text, mn.tasks.Sinusoid()), "mpl", ["Did you mean 'mlp'?"]),
-        (lambda text: specs.build_model(text, mn.tasks.Sinusoid()), "mlp:hidden=8", ["hidden=8", "(1,2)"]),
-        (lambda text: specs.build_model(text, mn.tasks.Sinusoid()), "no_such_module:Net", ["no_such_module"]),
+        (lambda text: specs.build_model(text, mn.tasks.Sinusoid()), "mlp:hidden=8", ["hidden=8",
+        "(1,2)"]),
+        (lambda text: specs.build_model(text, mn.tasks.Sinusoid()), "no_such_module:Net",
+        ["no_such_module"]),
     ],
 )  # fmt: skip
-def test_mistakes_are_named_and_the_nearest_name_is_offered(build: object, text: str, words: list[str]) -> None:
+def test_mistakes_are_named_and_the_nearest_name_is_offered(
+    build: object, text: str, words: list[str]
+) -> None:
     with pytest.raises(UserError) as refused:
         build(text)  # type: ignore[operator]
     for word in words:

@@ -1,4 +1,6 @@
-"""The training loop: what it writes, that it repeats itself, and how it stops when numbers or memory run out."""
+"""The training loop: what it writes, that it repeats itself, and how it stops when numbers or
+memory run out.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ from metanudge.training.progress import ConsoleReporter, Quiet
 from metanudge.training.trainer import train
 
 TINY = TrainConfig(
-    "sinusoid", shots=4, queries=4, model="mlp:hidden=(6,),activation=tanh", solver="gradient_descent:lr=0.05,steps=2", tasks=3,
-    iterations=8, eval_every=4, eval_tasks=4, test_tasks=6, checkpoint_every=3, metrics_every=1, device="cpu",
+    "sinusoid", shots=4, queries=4, model="mlp:hidden=(6,),activation=tanh",
+    solver="gradient_descent:lr=0.05,steps=2", tasks=3,
+    iterations=8, eval_every=4, eval_tasks=4, test_tasks=6, checkpoint_every=3, metrics_every=1,
+    device="cpu",
 )  # fmt: skip
 
 
@@ -58,18 +62,25 @@ def go(folder: Path, **changes: Any) -> Listener:
 
 
 def fingerprint(folder: Path) -> tuple[bytes, ...]:
-    """The bytes that two equal runs share: metrics, weights, optimizer state, the rest of the state."""
+    """The bytes that two equal runs share: metrics, weights, optimizer state, the rest of the
+    state.
+    """
     last = CheckpointStore(folder / "checkpoints").load("last").folder
     names = ("model.safetensors", "state.safetensors", "state.json")
     state = json.loads((last / "state.json").read_text())
     state["config"]["out"] = None
-    return ((folder / "metrics.jsonl").read_bytes(), *((last / name).read_bytes() for name in names[:2]), json.dumps(state).encode())
+    return (
+        (folder / "metrics.jsonl").read_bytes(),
+        *((last / name).read_bytes() for name in names[:2]),
+        json.dumps(state).encode(),
+    )
 
 
 def test_a_run_writes_everything_and_says_what_it_trains(tmp_path: Path) -> None:
     said = go(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        ".lock", "config.json", "metrics.jsonl", "timing.jsonl", "checkpoints", "summary.json", "curve.png",
+        ".lock", "config.json", "metrics.jsonl", "timing.jsonl", "checkpoints", "summary.json",
+        "curve.png",
     }  # fmt: skip
     assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert said.steps == list(range(1, 9))
@@ -112,7 +123,9 @@ def test_the_loop_is_the_users_own_loop(tmp_path: Path) -> None:
 def test_measuring_seldom_changes_what_is_measured_not_what_is_learned(tmp_path: Path) -> None:
     go(tmp_path / "often")
     go(tmp_path / "seldom", metrics_every=3)
-    often, seldom = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("often", "seldom"))
+    often, seldom = (
+        read_metrics(tmp_path / name / "metrics.jsonl") for name in ("often", "seldom")
+    )
     assert [row["step"] for row in seldom if "query_loss" in row] == [1, 3, 6, 8]
     for full, sparse in zip(often, seldom, strict=True):
         assert sparse == {name: full[name] for name in sparse}
@@ -144,12 +157,18 @@ def test_bf16_activations_train_close_to_fp32(tmp_path: Path, engine: str) -> No
     go(tmp_path / "wide", **options)
     go(tmp_path / "narrow", precision="bf16", **options)
     wide, narrow = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("wide", "narrow"))
-    assert [row["query_loss"] for row in narrow] == pytest.approx([row["query_loss"] for row in wide], rel=0.05)
+    assert [row["query_loss"] for row in narrow] == pytest.approx(
+        [row["query_loss"] for row in wide], rel=0.05
+    )
     assert narrow[0]["query_loss"] != wide[0]["query_loss"]
-    assert all(p.dtype == torch.float32 for p in runs.load(tmp_path / "narrow").learner.parameters())
+    assert all(
+        p.dtype == torch.float32 for p in runs.load(tmp_path / "narrow").learner.parameters()
+    )
 
 
-def test_nan_stops_before_the_update_and_keeps_the_last_good_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_stops_before_the_update_and_keeps_the_last_good_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go(tmp_path / "good", iterations=4, test_tasks=0)
     draw = Episodes.batch
 
@@ -165,7 +184,9 @@ def test_nan_stops_before_the_update_and_keeps_the_last_good_state(tmp_path: Pat
     assert stopped.value.code == 4
     for word in ("meta-step 5", "task 1", "inner step 0", "loss"):
         assert word in str(stopped.value)
-    good, bad = (CheckpointStore(tmp_path / name / "checkpoints").load() for name in ("good", "bad"))
+    good, bad = (
+        CheckpointStore(tmp_path / name / "checkpoints").load() for name in ("good", "bad")
+    )
     assert bad.step == good.step == 4
     for name, tensor in good.tensors["model"].items():
         assert torch.equal(tensor, bad.tensors["model"][name])
@@ -189,7 +210,9 @@ def test_weights_that_overflow_are_not_saved(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path / "run" / "checkpoints").list() == ()
 
 
-def test_out_of_memory_halves_the_chunk_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_halves_the_chunk_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compute = mn.MetaLearner.meta_gradient
 
     def limited(self: mn.MetaLearner, *args: Any, **options: Any) -> Any:
@@ -199,12 +222,16 @@ def test_out_of_memory_halves_the_chunk_and_goes_on(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(mn.MetaLearner, "meta_gradient", limited)
     said = go(tmp_path / "run")
-    assert [word for word in ("6 solves", "3 solves") if any(word in note for note in said.notes)] == ["6 solves", "3 solves"]
+    assert [
+        word for word in ("6 solves", "3 solves") if any(word in note for note in said.notes)
+    ] == ["6 solves", "3 solves"]
     assert said.steps == list(range(1, 9))
     assert CheckpointStore(tmp_path / "run" / "checkpoints").load().state["chunk"] == 1
 
 
-def test_out_of_memory_with_nothing_left_to_halve_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_with_nothing_left_to_halve_saves_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(self: mn.MetaLearner, *args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -216,18 +243,28 @@ def test_out_of_memory_with_nothing_left_to_halve_saves_and_stops(tmp_path: Path
 
 
 def test_overshooting_inner_steps_are_told_once(tmp_path: Path) -> None:
-    said = go(tmp_path / "run", solver="gradient_descent:lr=0.6,steps=3", iterations=60, eval_every=0, test_tasks=0)
+    said = go(
+        tmp_path / "run",
+        solver="gradient_descent:lr=0.6,steps=3",
+        iterations=60,
+        eval_every=0,
+        test_tasks=0,
+    )
     assert len([note for note in said.notes if "residual grew" in note]) == 1
 
 
-def test_a_metrics_file_that_was_changed_is_refused_and_one_that_is_gone_noticed(tmp_path: Path) -> None:
+def test_a_metrics_file_that_was_changed_is_refused_and_one_that_is_gone_noticed(
+    tmp_path: Path,
+) -> None:
     go(tmp_path / "run")
     file = tmp_path / "run" / "metrics.jsonl"
     whole = file.read_bytes()
     longer = dataclasses.replace(runs.read_config(tmp_path / "run"), iterations=9)
     for content in (b"", whole[:-1], whole.replace(b"3", b"4", 1)):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=r"metrics\.jsonl was changed since the checkpoint.*move it away"):
+        with pytest.raises(
+            UserError, match=r"metrics\.jsonl was changed since the checkpoint.*move it away"
+        ):
             train(longer, resume=tmp_path / "run", reporter=Quiet())
         assert file.read_bytes() == content
     file.unlink()
@@ -240,10 +277,23 @@ def test_a_metrics_file_that_was_changed_is_refused_and_one_that_is_gone_noticed
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_console_shows_the_facts_the_progress_and_the_result(tmp_path: Path, terminal: bool) -> None:
+def test_the_console_shows_the_facts_the_progress_and_the_result(
+    tmp_path: Path, terminal: bool
+) -> None:
     console = Console(force_terminal=terminal, width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     train(dataclasses.replace(TINY, out=str(tmp_path / "[run]")), reporter=ConsoleReporter(console))
     text = console.export_text()
-    for word in ("sinusoid", "mlp:hidden=(6,)", "fobmaml", "CPU", "[run]", "ETA", "residual", "ν 0.", "MiB", "test loss"):
+    for word in (
+        "sinusoid",
+        "mlp:hidden=(6,)",
+        "fobmaml",
+        "CPU",
+        "[run]",
+        "ETA",
+        "residual",
+        "ν 0.",
+        "MiB",
+        "test loss",
+    ):
         assert word in text, word
     console.file.close()

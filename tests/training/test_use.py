@@ -20,7 +20,15 @@ from metanudge.training import runs, use
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
 from metanudge.training.use import Classifier, Preprocessing, adapt, write_predictions
-from trained_runs import character_folders, make_run, omniglot_folder, omniglot_run, vector_run, vector_table, write_images
+from trained_runs import (
+    character_folders,
+    make_run,
+    omniglot_folder,
+    omniglot_run,
+    vector_run,
+    vector_table,
+    write_images,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +46,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     write_images(folder / "data", [f"k{i}" for i in range(8)], 4)
     config = TrainConfig(
-        data=str(folder / "data"), ways=2, shots=1, queries=2, data_options="image_size=16,grey=false",
+        data=str(folder / "data"), ways=2, shots=1, queries=2,
+        data_options="image_size=16,grey=false",
         model="conv4:channels=4,image_size=16", solver="gradient_descent:lr=0.05,steps=2",
     )  # fmt: skip
     make_run(folder / "run", config)
@@ -64,9 +73,15 @@ def test_columns_are_found_by_name_and_the_label_is_optional(vectors: Path, tmp_
         rows = list(csv.DictReader(file))
     shuffled = tmp_path / "shuffled.csv"
     columns = ["note", *reversed([c for c in rows[0] if c != "label"])]
-    lines = [",".join(columns), *(",".join("hello" if c == "note" else row[c] for c in columns) for row in rows)]
+    lines = [
+        ",".join(columns),
+        *(",".join("hello" if c == "note" else row[c] for c in columns) for row in rows),
+    ]
     shuffled.write_text("\n".join(lines))
-    expected, found = list(classifier.predict(vectors / "rows.csv")), list(classifier.predict(shuffled))
+    expected, found = (
+        list(classifier.predict(vectors / "rows.csv")),
+        list(classifier.predict(shuffled)),
+    )
     assert [p.probabilities for p in found] == [p.probabilities for p in expected]
     assert {p.truth for p in found} == {None}
 
@@ -86,7 +101,12 @@ def test_pictures_are_prepared_as_in_training(pictures: Path) -> None:
     classifier = adapt(run, pictures / "few")
     assert classifier.preprocessing == Preprocessing((3, 16, 16), grey=False, image_size=(16, 16))
     with Image.open(pictures / "few" / "left" / "0.png") as image:
-        pixels = np.asarray(image.convert("RGB").resize((16, 16), Image.Resampling.LANCZOS), dtype=np.float32) / 255
+        pixels = (
+            np.asarray(
+                image.convert("RGB").resize((16, 16), Image.Resampling.LANCZOS), dtype=np.float32
+            )
+            / 255
+        )
     torch.testing.assert_close(classifier.support[0], torch.from_numpy(pixels).permute(2, 0, 1))
 
 
@@ -111,7 +131,10 @@ def test_hidden_files_are_passed_over(pictures: Path, tmp_path: Path) -> None:
     (tmp_path / ".DS_Store").write_bytes(b"\0")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("x")
-    assert [p.file for p in adapt(pictures / "run", pictures / "few").predict(tmp_path)] == ["deep/0.png", "deep/1.png"]
+    assert [p.file for p in adapt(pictures / "run", pictures / "few").predict(tmp_path)] == [
+        "deep/0.png",
+        "deep/1.png",
+    ]
 
 
 def test_omniglot_has_dark_ink_as_one() -> None:
@@ -122,7 +145,13 @@ def test_omniglot_has_dark_ink_as_one() -> None:
 def test_the_csv(vectors: Path) -> None:
     classifier = adapt(vectors / "run", vectors / "few.csv")
     text = io.StringIO()
-    odd = Classifier(classifier.model, ("file", "a,b", 'q"'), classifier.preprocessing, classifier.support, (1, 1, 1))
+    odd = Classifier(
+        classifier.model,
+        ("file", "a,b", 'q"'),
+        classifier.preprocessing,
+        classifier.support,
+        (1, 1, 1),
+    )
     written = write_predictions(text, odd.classes, odd.predict(vectors / "rows.csv"))
     rows = list(csv.DictReader(io.StringIO(text.getvalue())))
     assert list(rows[0]) == ["file", "label", "probability", "class file", "a,b", 'q"']
@@ -133,7 +162,11 @@ def test_the_csv(vectors: Path) -> None:
 def test_export_is_complete_and_runs_without_this_package(pictures: Path, tmp_path: Path) -> None:
     classifier = adapt(pictures / "run", pictures / "few")
     folder = classifier.export(tmp_path / "model")
-    assert sorted(p.name for p in folder.iterdir()) == ["model.json", "model.safetensors", "program.pt2"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "model.json",
+        "model.safetensors",
+        "program.pt2",
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
     about = json.loads((folder / "model.json").read_text())
     assert about["classes"] == ["left", "right"]
@@ -144,9 +177,26 @@ def test_export_is_complete_and_runs_without_this_package(pictures: Path, tmp_pa
     assert saved.keys() == own.keys()
     assert all(torch.equal(saved[name], own[name]) for name in own)
     torch.save(classifier.support, tmp_path / "x.pt")
-    script = "import sys, torch; m = torch.export.load(sys.argv[1]).module(); x = torch.load(sys.argv[2])\n"
-    script += "torch.save([m(x), m(x[:1]), m(x.repeat(5, 1, 1, 1))], sys.argv[3]); assert 'metanudge' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script, folder / "program.pt2", tmp_path / "x.pt", tmp_path / "y.pt"], check=True, timeout=120)
+    script = (
+        "import sys, torch; m = torch.export.load(sys.argv[1]).module(); x ="
+        " torch.load(sys.argv[2])\n"
+    )
+    script += (
+        "torch.save([m(x), m(x[:1]), m(x.repeat(5, 1, 1, 1))], sys.argv[3]); assert 'metanudge' not"
+        " in sys.modules"
+    )
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            script,
+            folder / "program.pt2",
+            tmp_path / "x.pt",
+            tmp_path / "y.pt",
+        ],
+        check=True,
+        timeout=120,
+    )
     logits = classifier.logits(classifier.support)
     whole, first, repeated = torch.load(tmp_path / "y.pt")
     torch.testing.assert_close(whole, logits, atol=1e-5, rtol=0)
@@ -163,12 +213,21 @@ class Undecided(MLP):
 
 def test_a_model_that_cannot_be_traced_leaves_nothing_behind(vectors: Path, tmp_path: Path) -> None:
     classifier = adapt(vectors / "run", vectors / "few.csv")
-    other = Classifier(Undecided(6, 3), classifier.classes, classifier.preprocessing, classifier.support, classifier.counts)
+    other = Classifier(
+        Undecided(6, 3),
+        classifier.classes,
+        classifier.preprocessing,
+        classifier.support,
+        classifier.counts,
+    )
     with pytest.raises(UserError, match=r"torch\.export cannot trace this model.*--no-program"):
         other.export(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
     other.export(tmp_path / "model", program=False)
-    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["model.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == [
+        "model.json",
+        "model.safetensors",
+    ]
 
 
 def test_export_replaces_only_what_it_made(vectors: Path, tmp_path: Path) -> None:
@@ -197,7 +256,10 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_more_steps_can_be_asked_for(vectors: Path) -> None:
     few, many = (adapt(vectors / "run", vectors / "few.csv", steps=steps) for steps in (1, 50))
-    assert next(many.predict(vectors / "rows.csv")).probability > next(few.predict(vectors / "rows.csv")).probability
+    assert (
+        next(many.predict(vectors / "rows.csv")).probability
+        > next(few.predict(vectors / "rows.csv")).probability
+    )
 
 
 def test_regression_has_no_classes(tmp_path: Path, vectors: Path) -> None:
@@ -207,12 +269,16 @@ def test_regression_has_no_classes(tmp_path: Path, vectors: Path) -> None:
 
 
 def test_unseen_characters(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    """The measure of the whole: at least 90 % from 5 examples per class of characters that training has never shown."""
+    """The measure of the whole: at least 90 % from 5 examples per class of characters that training
+    has never shown.
+    """
     omniglot_folder()
     run = runs.load(omniglot_run(tmp_path_factory.getbasetemp() / "omniglot-run"))
     right = total = 0
     for seed in range(4):
-        support, predict = character_folders(tmp_path / str(seed), ways=5, shots=5, queries=15, seed=seed)
+        support, predict = character_folders(
+            tmp_path / str(seed), ways=5, shots=5, queries=15, seed=seed
+        )
         classifier = adapt(run, support, steps=20)
         assert not classifier.looks_inverted
         found = list(classifier.predict(predict))

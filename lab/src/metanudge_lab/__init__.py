@@ -1,1 +1,3 @@
-"""Experiments, report and benchmark of metanudge: what measures it, beside the library that a wheel of it holds."""
+"""Experiments, report and benchmark of metanudge: what measures it, beside the library that a wheel
+of it holds.
+"""

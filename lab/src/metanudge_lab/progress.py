@@ -1,4 +1,6 @@
-"""What a measurement shows while it goes: a live line on a terminal where rich is installed, plain lines elsewhere."""
+"""What a measurement shows while it goes: a live line on a terminal where rich is installed, plain
+lines elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ class Lines:
             self._said = now
             left = (now - self._begun) / self._fresh * (self._total - self._done)
             self.note(
-                f"{self._name}: {self._done}/{self._total} · {cell} · {seconds:.1f} s" + (f" · about {clock(left)} left" if left else "")
+                f"{self._name}: {self._done}/{self._total} · {cell} · {seconds:.1f} s"
+                + (f" · about {clock(left)} left" if left else "")
             )
 
     def end(self) -> None:
@@ -71,14 +74,30 @@ class Live:
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
         from rich.progress import Progress as Bar
 
         self._console = Console(highlight=False, soft_wrap=True)
-        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+        )
         news = TextColumn("{task.fields[news]}", markup=False)
         self._make: Any = lambda: Bar(
-            *columns, TimeElapsedColumn(), TextColumn("· left"), TimeRemainingColumn(), news, console=self._console, refresh_per_second=4
+            *columns,
+            TimeElapsedColumn(),
+            TextColumn("· left"),
+            TimeRemainingColumn(),
+            news,
+            console=self._console,
+            refresh_per_second=4,
         )
         self._bar: Any = None
         self._task: Any = None

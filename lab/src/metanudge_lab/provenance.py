@@ -32,7 +32,9 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.release()}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -45,10 +47,11 @@ def same_machine(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 
 def commit_of(*packages: Path) -> tuple[str | None, bool | None]:
-    """The commit that the packages come from, and whether they differ from it; None for what git does not tell.
+    """The commit that the packages come from, and whether they differ from it; None for what git
+    does not tell.
 
-    On a machine with a copy of the files but not of the history, the variable METANUDGE_COMMIT tells; append "+dirty" to it if the copy
-    differs from that commit.
+    On a machine with a copy of the files but not of the history, the variable METANUDGE_COMMIT
+    tells; append "+dirty" to it if the copy differs from that commit.
     """
     if told := os.environ.get(COMMIT_VARIABLE):
         return told.removesuffix("+dirty"), told.endswith("+dirty")
@@ -62,7 +65,13 @@ def commit_of(*packages: Path) -> tuple[str | None, bool | None]:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

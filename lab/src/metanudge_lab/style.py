@@ -1,7 +1,9 @@
-"""How the figures look: one colour and line for each method, the same in every figure; quiet axes; legible in light and dark.
+"""How the figures look: one colour and line for each method, the same in every figure; quiet axes;
+legible in light and dark.
 
-Colours are chosen to differ in lightness as well as hue, and every method has its own marker, so that a print in grey and a colour-blind
-reader can tell them apart. The page replaces `INK` and `FAINT` in SVG figures by the colours of the reader's theme.
+Colours are chosen to differ in lightness as well as hue, and every method has its own marker, so
+that a print in grey and a colour-blind reader can tell them apart. The page replaces `INK` and
+`FAINT` in SVG figures by the colours of the reader's theme.
 """
 
 from __future__ import annotations
@@ -43,13 +45,20 @@ def line(method: str) -> dict[str, Any]:
         '#e07b00'
     """
     matches = [name for name in METHODS if method.startswith(name)]
-    look: dict[str, Any] = METHODS[max(matches, key=len)] if matches else {"color": INK, "marker": ".", **_BASELINE}
-    edge = look["color"] if look["marker"] in ("1", "2", "3", "4", "x", "+") else "none"  # markers that are all edge
+    look: dict[str, Any] = (
+        METHODS[max(matches, key=len)] if matches else {"color": INK, "marker": ".", **_BASELINE}
+    )
+    # markers that are all edge
+    edge = look["color"] if look["marker"] in ("1", "2", "3", "4", "x", "+") else "none"
     return {"markersize": 5, "markeredgecolor": edge, **look, "label": method}
 
 
-def figure(columns: int = 1, rows: int = 1, *, width: float = 7.6, height: float = 4.3, **options: Any) -> tuple[Figure, Any]:
-    """A figure and its axes (an array where there are several), in the house style; not known to pyplot, so nothing needs closing."""
+def figure(
+    columns: int = 1, rows: int = 1, *, width: float = 7.6, height: float = 4.3, **options: Any
+) -> tuple[Figure, Any]:
+    """A figure and its axes (an array where there are several), in the house style; not known to
+    pyplot, so nothing needs closing.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as NewFigure
 
@@ -81,7 +90,9 @@ def plain_ticks(axis: Any) -> None:
 
 
 def short_ticks(axis: Any) -> None:
-    """Where a logarithmic axis spans less than two decades, ticks at 1, 2, 5, 10, … as plain numbers; powers of ten elsewhere."""
+    """Where a logarithmic axis spans less than two decades, ticks at 1, 2, 5, 10, … as plain
+    numbers; powers of ten elsewhere.
+    """
     low, high = sorted(axis.get_view_interval())
     if high < 100 * low:
         axis.get_major_locator().set_params(subs=(1, 2, 5))
@@ -90,7 +101,9 @@ def short_ticks(axis: Any) -> None:
 
 
 def legend(axes: Axes, *, beside: bool = True, **options: Any) -> None:
-    """A legend beside the axes (or inside), without a frame; none where nothing has a label, as in unfinished results."""
+    """A legend beside the axes (or inside), without a frame; none where nothing has a label, as in
+    unfinished results.
+    """
     if not axes.get_legend_handles_labels()[0] and "handles" not in options:
         return
     place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)} if beside else {"loc": "best"}

@@ -35,14 +35,18 @@ def test_a_gradient_has_the_operations_that_torch_counts(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["sinusoid", "transformer"])
 def test_a_hessian_product_has_the_operations_that_torch_counts(case: str) -> None:
-    """Matrix products only: torch's double backward of a convolution is not the least that does it."""
+    """Matrix products only: torch's double backward of a convolution is not the least that does
+    it.
+    """
     workload = CASES[case].make(quick=True)
     expected = products([layer.hessian_product() for layer in cost_model(workload).support])
     module = copy.deepcopy(workload.model)
     loss = workload.loss(module(workload.support[0][0]), workload.support[1][0])
     gradients = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
     with FlopCounterMode(display=False) as counter:
-        torch.autograd.grad(gradients, list(module.parameters()), [torch.ones_like(g) for g in gradients])
+        torch.autograd.grad(
+            gradients, list(module.parameters()), [torch.ones_like(g) for g in gradients]
+        )
     assert counter.get_total_flops() == expected
 
 
@@ -50,15 +54,23 @@ def test_counting_leaves_the_model_as_it_is() -> None:
     workload = CASES["mnist1d"].make(quick=True)
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
     cost_model(workload)
-    assert all(torch.equal(value, before[name]) for name, value in workload.model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in workload.model.state_dict().items()
+    )
 
 
 def test_products_of_a_layer_by_hand() -> None:
-    """y = ab: three products with three tensors each; a Hessian product doubles what needs a tangent."""
+    """y = ab: three products with three tensors each; a Hessian product doubles what needs a
+    tangent.
+    """
     assert [(p.flops, p.bytes) for p in LAYER.gradient()] == [(1000, 120)] * 3
     assert [(p.flops, p.bytes) for p in FIRST.gradient()] == [(1000, 120)] * 2
     # ȧb + aḃ reads a, b, ȧ, ḃ; ġb + gḃ reads g, ġ, b, ḃ; ġa + gȧ reads g, ġ, a, ȧ.
-    assert [(p.flops, p.bytes) for p in LAYER.hessian_product()] == [(2000, 220), (2000, 200), (2000, 180)]
+    assert [(p.flops, p.bytes) for p in LAYER.hessian_product()] == [
+        (2000, 220),
+        (2000, 200),
+        (2000, 180),
+    ]
     # No tangent and no gradient of a: aḃ reads a and ḃ, beside b that is there; ġa reads ġ and a.
     assert [p.flops for p in FIRST.hessian_product()] == [1000, 1000]
 

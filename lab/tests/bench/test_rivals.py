@@ -44,7 +44,9 @@ def ours_of(workload: Workload, estimator: object) -> Gradient:
 
 
 @pytest.mark.parametrize("case", ["mnist1d", "omniglot", "sinusoid", "transformer"])
-@pytest.mark.parametrize("rival", [r for r in RIVALS if r.method in ESTIMATORS], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "rival", [r for r in RIVALS if r.method in ESTIMATORS], ids=lambda r: r.name
+)
 def test_a_rival_gives_the_meta_gradient_of_its_method(rival: Contender, case: str) -> None:
     device = device_for(rival)
     if absence := rival.absence(torch.device(device)):
@@ -61,14 +63,21 @@ def test_a_rival_gives_the_meta_gradient_of_its_method(rival: Contender, case: s
 
 
 def test_bettys_imaml_is_imaml_where_its_conjugate_gradient_is_right() -> None:
-    """With one iteration; from the second on its search directions differ from those of the conjugate gradient."""
+    """With one iteration; from the second on its search directions differ from those of the
+    conjugate gradient.
+    """
     pytest.importorskip("betty", reason="not installed: pip install 'metanudge-lab[rivals]'")
     workload = work_of("sinusoid", lam=2.0)
     expected = ours_of(workload, IMAML(cg_steps=1))
     prepared = betty.prepare(workload, cg_steps=1)
     for _ in range(2):
         assert relative_error(prepared.step(), expected) < 1e-6
-    assert relative_error(betty.prepare(workload, cg_steps=3).step(), ours_of(workload, IMAML(cg_steps=3))) > 1e-3
+    assert (
+        relative_error(
+            betty.prepare(workload, cg_steps=3).step(), ours_of(workload, IMAML(cg_steps=3))
+        )
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("case", ["mnist1d", "omniglot", "sinusoid", "transformer"])

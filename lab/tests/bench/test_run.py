@@ -27,9 +27,14 @@ QUICK = BenchConfig(quick=True, repeats=2, warmup=1, first_step=False, device="c
 
 def test_a_run_writes_each_result_and_puts_the_threads_back(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    config = replace(QUICK, case=("sinusoid", "mnist1d"), only=("reptile",), out=tmp_path / "new" / "folder")
+    config = replace(
+        QUICK, case=("sinusoid", "mnist1d"), only=("reptile",), out=tmp_path / "new" / "folder"
+    )
     results = dict(run(config, Lines()))
-    assert [file.name for file in results] == ["sinusoid-cpu-fp32-quick.json", "mnist1d-cpu-fp32-quick.json"]
+    assert [file.name for file in results] == [
+        "sinusoid-cpu-fp32-quick.json",
+        "mnist1d-cpu-fp32-quick.json",
+    ]
     for file, result in results.items():
         assert json.loads(file.read_text()) == result
     assert torch.get_num_threads() == threads
@@ -45,11 +50,17 @@ def test_a_run_writes_each_result_and_puts_the_threads_back(tmp_path: Path) -> N
         ({"only": ("fomalm",)}, "Did you mean 'fomaml'"),
         ({"repeats": 0}, "--repeats 0"),
         ({"threads": 0}, "--threads 0"),
-        ({"explain": True, "scaling": True}, "--explain and --scaling measure different things. Use one at a time"),
+        (
+            {"explain": True, "scaling": True},
+            "--explain and --scaling measure different things. Use one at a time",
+        ),
         ({"scaling": True, "rounding": True}, "--scaling and --rounding measure different things"),
         ({"explain": True, "scaling": True, "rounding": True}, "one at a time"),
         ({"rounding": True, "precision": "bf16"}, "every precision"),
-        ({"rounding": True, "only": ("loop-maml",)}, "loop-maml is torch's. Use fobmaml, fobmaml-loss"),
+        (
+            {"rounding": True, "only": ("loop-maml",)},
+            "loop-maml is torch's. Use fobmaml, fobmaml-loss",
+        ),
         ({"rounding": True, "batches": 0}, "--batches 0"),
         ({"batches": 4}, "use --repeats"),
         ({"explain": True, "only": ("graph-maml",)}, "needs a CUDA device"),
@@ -68,8 +79,12 @@ def test_a_fresh_process_has_a_first_step() -> None:
     assert "empty" in str(tables.first_steps({"first_step": rows}))
 
 
-def test_a_first_step_that_fails_does_not_lose_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metanudge_lab.bench.first_step._PROGRAM", "raise SystemExit('no such device')")
+def test_a_first_step_that_fails_does_not_lose_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "metanudge_lab.bench.first_step._PROGRAM", "raise SystemExit('no such device')"
+    )
     config = replace(QUICK, first_step=True, case=("sinusoid",), only=("reptile",), out=tmp_path)
     ((_, result),) = run(config, Lines())
     assert "first_step" not in result
@@ -82,15 +97,30 @@ import sys
 for name in ("rich", "tyro", "matplotlib", "jinja2", "safetensors", "PIL", "pooch"):
     sys.modules[name] = None
 from metanudge_lab.bench.__main__ import main
-rounding = ["--rounding", "--quick", "--case", "sinusoid", "--only", "fomaml", "--batches", "2", "--device", "cpu"]
+rounding = ["--rounding", "--quick", "--case", "sinusoid", "--only", "fomaml", "--batches", "2"]
+rounding += ["--device", "cpu"]
 sys.exit(main(sys.argv[1:]) or main([*rounding, "--out", sys.argv[-1]]))
 """
 
 
 def test_measuring_needs_torch_and_numpy_only(tmp_path: Path) -> None:
-    arguments = ["--quick", "--case", "sinusoid", "--only", "fomaml", "loop-fomaml", "--repeats", "1", "--warmup", "1", "--no-first-step"]
+    arguments = [
+        "--quick",
+        "--case",
+        "sinusoid",
+        "--only",
+        "fomaml",
+        "loop-fomaml",
+        "--repeats",
+        "1",
+        "--warmup",
+        "1",
+        "--no-first-step",
+    ]
     arguments += ["--device", "cpu", "--out"]
-    paths = os.pathsep.join(str(Path(package.__file__).parents[1]) for package in (metanudge, metanudge_lab))
+    paths = os.pathsep.join(
+        str(Path(package.__file__).parents[1]) for package in (metanudge, metanudge_lab)
+    )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM, *arguments, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": paths},
@@ -102,4 +132,7 @@ def test_measuring_needs_torch_and_numpy_only(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "FO-MAML, loop over tasks" in done.stdout
     assert "rounding errors of the meta-gradient" in done.stdout
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["sinusoid-cpu-fp32-quick.json", "sinusoid-rounding-cpu-quick.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "sinusoid-cpu-fp32-quick.json",
+        "sinusoid-rounding-cpu-quick.json",
+    ]

@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 QUICK = BenchConfig(quick=True, repeats=2, warmup=1, first_step=False, device="cpu", threads=1)
 
 # torch's own forward-mode decompositions are scripted on first use.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
 
 
 def broken(workload: Workload) -> Prepared:
@@ -27,7 +29,15 @@ def broken(workload: Workload) -> Prepared:
 
 
 BROKEN = Contender("broken", "Broken", "elsewhere", "MAML", broken)
-ABSENT = Contender("absent", "Absent", "elsewhere", "MAML", broken, module="a_package_nobody_has", install="pip install it")
+ABSENT = Contender(
+    "absent",
+    "Absent",
+    "elsewhere",
+    "MAML",
+    broken,
+    module="a_package_nobody_has",
+    install="pip install it",
+)
 
 
 def test_a_comparison_measures_reports_failures_and_says_who_is_missing() -> None:
@@ -43,13 +53,24 @@ def test_a_comparison_measures_reports_failures_and_says_who_is_missing() -> Non
         assert len(row["warmup_s"]) == 1
         assert row["gradients_per_s"] == pytest.approx(gradients * tasks / seconds)
         assert row["times_roofline"] == pytest.approx(seconds / row["roofline_s"])
-        assert row["memory_bytes"] > 4 * result["workload"]["parameters"], "at least the meta-gradient itself"
-    assert loop["work_per_task"] == {"support_gradients": 5, "query_gradients": 1, "hessian_products": 5}
+        assert row["memory_bytes"] > 4 * result["workload"]["parameters"], (
+            "at least the meta-gradient itself"
+        )
+    assert loop["work_per_task"] == {
+        "support_gradients": 5,
+        "query_gradients": 1,
+        "hessian_products": 5,
+    }
     assert [row["error"] for row in result["failed"]] == ["RuntimeError: no such kernel"]
     assert [row["reason"] for row in result["absent"]] == ["not installed: pip install it"]
     assert {"commit", "torch", "threads", "date", "device"} <= set(result["provenance"])
     text = str(tables.comparison(result))
-    for needed in ("FO-B-MAML, loss nudge", "Broken failed", "pip install it: Absent", "without our proximal term"):
+    for needed in (
+        "FO-B-MAML, loss nudge",
+        "Broken failed",
+        "pip install it: Absent",
+        "without our proximal term",
+    ):
         assert needed in text
 
 
@@ -68,7 +89,10 @@ def test_every_contender_of_ours_works_on_every_case(case: str) -> None:
 
 def test_work_is_the_same_every_time() -> None:
     first, second = (CASES["omniglot"].make(quick=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True)
+    )
     assert torch.equal(first.support[0], second.support[0])
     assert not torch.equal(first.support[0], CASES["omniglot"].make(quick=True, seed=7).support[0])
     assert first.shape == CASES["omniglot"].quick

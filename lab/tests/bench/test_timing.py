@@ -24,7 +24,9 @@ def test_calls_are_interleaved_and_every_round_begins_with_another() -> None:
 
 
 def test_the_time_limit_cuts_whole_rounds_but_never_the_first() -> None:
-    times = round_robin({"a": lambda: None, "b": lambda: None}, rounds=5, device=CPU, until=time.monotonic() - 1)
+    times = round_robin(
+        {"a": lambda: None, "b": lambda: None}, rounds=5, device=CPU, until=time.monotonic() - 1
+    )
     assert [len(t.seconds) for t in times.values()] == [1, 1]
 
 
@@ -34,7 +36,11 @@ def test_a_call_takes_as_long_as_it_takes() -> None:
     assert times.seconds[0] >= 0.02
     assert times.cpu_seconds[0] < times.seconds[0], "sleeping needs no processor"
     described = Times([3.0, 1.0, 2.0]).describe()
-    assert (described["median"], described["quartiles"], described["fastest"]) == (2.0, [1.5, 2.5], 1.0)
+    assert (described["median"], described["quartiles"], described["fastest"]) == (
+        2.0,
+        [1.5, 2.5],
+        1.0,
+    )
     assert Times([3.0]).describe()["quartiles"] == [3.0, 3.0]
 
 

@@ -14,10 +14,24 @@ from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Prepared
 from metanudge_lab.bench.workload import Workload
 
-QUICK = ["--quick", "--case", "sinusoid", "--only", "fomaml", "loop-fomaml", "--repeats", "1", "--warmup", "1", "--no-first-step"]
+QUICK = [
+    "--quick",
+    "--case",
+    "sinusoid",
+    "--only",
+    "fomaml",
+    "loop-fomaml",
+    "--repeats",
+    "1",
+    "--warmup",
+    "1",
+    "--no-first-step",
+]
 
 
-def test_it_prints_a_table_and_writes_numbers_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_a_table_and_writes_numbers_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *QUICK, "--device", "cpu", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     for needed in (
@@ -39,8 +53,30 @@ def test_it_prints_a_table_and_writes_numbers_and_a_picture(tmp_path: Path, caps
     "argv",
     [
         [],
-        ["--case", "omniglot", "mnist1d", "--only", "maml", "--repeats", "3", "--limit-seconds", "7", "--precision", "tf32"],
-        ["--quick", "--no-first-step", "--threads", "2", "--tasks", "4", "--out", "elsewhere", "--explain"],
+        [
+            "--case",
+            "omniglot",
+            "mnist1d",
+            "--only",
+            "maml",
+            "--repeats",
+            "3",
+            "--limit-seconds",
+            "7",
+            "--precision",
+            "tf32",
+        ],
+        [
+            "--quick",
+            "--no-first-step",
+            "--threads",
+            "2",
+            "--tasks",
+            "4",
+            "--out",
+            "elsewhere",
+            "--explain",
+        ],
     ],
 )
 def test_both_ways_to_call_it_understand_the_same_options(argv: list[str]) -> None:
@@ -49,7 +85,13 @@ def test_both_ways_to_call_it_understand_the_same_options(argv: list[str]) -> No
 
 def test_every_option_is_explained() -> None:
     text = parser().format_help()
-    for option in ("--limit-seconds", "--no-first-step", "TF32", "Where to compute.", "results/bench"):
+    for option in (
+        "--limit-seconds",
+        "--no-first-step",
+        "TF32",
+        "Where to compute.",
+        "results/bench",
+    ):
         assert option in text
 
 
@@ -72,6 +114,24 @@ def test_an_estimator_of_ours_that_fails_is_shown_and_fails_the_command(
     def broken(workload: Workload) -> Prepared:
         raise RuntimeError("cannot be done")
 
-    monkeypatch.setattr("metanudge_lab.bench.run.CONTENDERS", (Contender("broken", "Broken", "metanudge", "MAML", broken),))
-    assert main(["bench", "--quick", "--case", "sinusoid", "--no-first-step", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(
+        "metanudge_lab.bench.run.CONTENDERS",
+        (Contender("broken", "Broken", "metanudge", "MAML", broken),),
+    )
+    assert (
+        main(
+            [
+                "bench",
+                "--quick",
+                "--case",
+                "sinusoid",
+                "--no-first-step",
+                "--device",
+                "cpu",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 1
+    )
     assert "Broken failed: RuntimeError: cannot be done" in capsys.readouterr().out

@@ -37,7 +37,13 @@ def test_one_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "the paper" in text
     assert "reproduced (quick)" in text
     assert f"page: {tmp_path / 'report.html'}" in text
-    for name in ("quick/toy.json", "figures/toy.png", "figures/toy.svg", "report.html", "RESULTS.md"):
+    for name in (
+        "quick/toy.json",
+        "figures/toy.png",
+        "figures/toy.svg",
+        "report.html",
+        "RESULTS.md",
+    ):
         assert (tmp_path / name).is_file()
     assert "other-toy" not in text
 
@@ -47,9 +53,13 @@ def test_all_of_them(tmp_path: Path) -> None:
     assert (tmp_path / "quick" / "other-toy.json").is_file()
 
 
-def test_an_unknown_name_suggests_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_suggests_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert reproduce("other_toi", "--out", str(tmp_path)) == 2
-    assert "There is no experiment 'other_toi'. Did you mean 'other-toy'?" in capsys.readouterr().err
+    assert (
+        "There is no experiment 'other_toi'. Did you mean 'other-toy'?" in capsys.readouterr().err
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -60,7 +70,9 @@ def test_without_a_name_the_experiments_are_listed(capsys: pytest.CaptureFixture
     assert "Table 0" in text
 
 
-def test_one_damaged_file_does_not_keep_the_others_from_being_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_damaged_file_does_not_keep_the_others_from_being_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "quick").mkdir()
     (tmp_path / "quick" / "toy.json").write_text("{", encoding="utf-8")
     assert reproduce("all", "--quick", "--out", str(tmp_path)) == 2

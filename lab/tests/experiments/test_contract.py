@@ -37,9 +37,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 
 def test_every_file_with_an_experiment_is_listed() -> None:
-    found = [import_module(f"metanudge_lab.experiments.{path.stem}") for path in SOURCE.glob("[a-z]*.py")]
-    assert {module.EXPERIMENT.name for module in found if hasattr(module, "EXPERIMENT")} == set(available()) <= set(NAMES)
-    assert set(TINY) == set(available()), "lab/tests/tiny_experiments.py has settings for every experiment"
+    found = [
+        import_module(f"metanudge_lab.experiments.{path.stem}") for path in SOURCE.glob("[a-z]*.py")
+    ]
+    assert (
+        {module.EXPERIMENT.name for module in found if hasattr(module, "EXPERIMENT")}
+        == set(available())
+        <= set(NAMES)
+    )
+    assert set(TINY) == set(available()), (
+        "lab/tests/tiny_experiments.py has settings for every experiment"
+    )
 
 
 @pytest.mark.parametrize("name", available())
@@ -72,7 +80,9 @@ def test_it_measures_draws_and_judges(name: str, results: dict[str, Result]) -> 
     verdict = experiment.judge(result)
     assert verdict.status in STATUSES
     assert verdict.measured
-    assert any(character.isdigit() for character in verdict.measured), "what was measured has numbers"
+    assert any(character.isdigit() for character in verdict.measured), (
+        "what was measured has numbers"
+    )
     assert verdict.reason
     assert experiment.table(result).rows
     drawings = experiment.draw(result)
@@ -117,8 +127,20 @@ for name in available():
 
 
 def test_measuring_needs_torch_and_numpy_only() -> None:
-    paths = os.pathsep.join(str(path) for path in (Path(metanudge.__file__).parents[1], SOURCE.parents[1], Path(__file__).parents[1]))
+    paths = os.pathsep.join(
+        str(path)
+        for path in (
+            Path(metanudge.__file__).parents[1],
+            SOURCE.parents[1],
+            Path(__file__).parents[1],
+        )
+    )
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

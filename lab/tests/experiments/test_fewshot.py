@@ -1,4 +1,6 @@
-"""Meta-training for the experiments: what it does is what it says, and the verdicts follow the rows."""
+"""Meta-training for the experiments: what it does is what it says, and the verdicts follow the
+rows.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,12 @@ def test_training_is_adam_on_the_stream_of_tasks(source: Labelled, cosine: bool)
     ours = trial(source)
     by_hand = copy.deepcopy(ours.model)
     assert ours.train(fewshot.Recipe(0.1, 0.05, 3, 2, cosine=cosine))
-    learner = mn.MetaLearner(by_hand, nn.functional.cross_entropy, lam=m.LAM, solver=mn.GradientDescent(lr=0.1, steps=m.STEPS))
+    learner = mn.MetaLearner(
+        by_hand,
+        nn.functional.cross_entropy,
+        lam=m.LAM,
+        solver=mn.GradientDescent(lr=0.1, steps=m.STEPS),
+    )
     optimizer = torch.optim.Adam(learner.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3) if cosine else None
     for tasks in source.batches(size=2, count=3):
@@ -65,7 +72,9 @@ def test_every_training_starts_at_the_same_weights(source: Labelled) -> None:
     assert seen == [0, 2]
 
 
-def test_accuracies_are_those_of_the_episodes(source: Labelled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accuracies_are_those_of_the_episodes(
+    source: Labelled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fewshot, "AT_ONCE", 2)
     learner = trial(source).learner(0.1)
     found = fewshot.accuracies(learner, source, "val", 5)
@@ -96,8 +105,16 @@ def test_the_best_recipe_is_found_in_rounds() -> None:
     recipes = [fewshot.Recipe(0.1, rate, 600) for rate in (1.0, 2.0, 3.0)]
     best, tried, scores = fewshot.best_recipe(Known(), recipes, (10, 20), keep=2, tasks=7)  # type: ignore[arg-type]
     assert best == recipes[1], "with its own number of iterations"
-    assert asked == [(1.0, 10, "val", 7), (2.0, 10, "val", 7), (3.0, 10, "val", 7), (3.0, 20, "val", 7), (2.0, 20, "val", 7)]
-    assert [(one.rate, one.iterations) for one in tried] == [(rate, iterations) for rate, iterations, *_ in asked]
+    assert asked == [
+        (1.0, 10, "val", 7),
+        (2.0, 10, "val", 7),
+        (3.0, 10, "val", 7),
+        (3.0, 20, "val", 7),
+        (2.0, 20, "val", 7),
+    ]
+    assert [(one.rate, one.iterations) for one in tried] == [
+        (rate, iterations) for rate, iterations, *_ in asked
+    ]
     assert scores == [0.1, 0.2, 0.3, 0.3, 0.9]
     assert fewshot.best_recipe(Known(), recipes[:1], (10,), keep=1, tasks=7) == (recipes[0], [], [])  # type: ignore[arg-type]
 
@@ -116,20 +133,33 @@ def test_without_omniglot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path))
     source, name = tasks_of(5, 1, 3, glyphs=True, seed=0, device=CPU)
     assert (source.input_shape, name) == ((1, 28, 28), "invented characters")
-    with pytest.raises(UserError, match=r"Omniglot was not found in .*METANUDGE_DATA names a folder"):
+    with pytest.raises(
+        UserError, match=r"Omniglot was not found in .*METANUDGE_DATA names a folder"
+    ):
         tasks_of(5, 1, 3, glyphs=False, seed=0, device=CPU)
 
 
-# ------------------------------------------------------------------------------------------------ verdicts
+# ----------------------------------------------------------------------------------------- verdicts
 
 
-def mnist1d_verdict(ends: dict[str, float], grid: tuple[float, float] = (0.4, 0.9)) -> tuple[str, str]:
+def mnist1d_verdict(
+    ends: dict[str, float], grid: tuple[float, float] = (0.4, 0.9)
+) -> tuple[str, str]:
     config = mnist1d.Config(inner_rates=(0.1,), meta_rates=(0.1, 0.01), at=(0, 100, 600), seeds=2)
-    usual = {m.LOSS: 0.95, m.GRADIENT: 0.95, m.MAML: 0.95, m.IMAML: 0.9, m.DAMPED: 0.93, m.FO_MAML: 0.5, m.REPTILE: 0.6}
+    usual = {
+        m.LOSS: 0.95,
+        m.GRADIENT: 0.95,
+        m.MAML: 0.95,
+        m.IMAML: 0.9,
+        m.DAMPED: 0.93,
+        m.FO_MAML: 0.5,
+        m.REPTILE: 0.6,
+    }
 
     def rows(end: float) -> list[Row]:
         return [
-            {"kind": "curve", "iteration": k, "accuracy": 0.3 + share * (end - 0.3)} for k, share in ((0, 0.0), (100, 0.9), (600, 1.0))
+            {"kind": "curve", "iteration": k, "accuracy": 0.3 + share * (end - 0.3)}
+            for k, share in ((0, 0.0), (100, 0.9), (600, 1.0))
         ]
 
     measured = [
@@ -137,8 +167,13 @@ def mnist1d_verdict(ends: dict[str, float], grid: tuple[float, float] = (0.4, 0.
         for method, end in {**usual, **ends}.items()
         for seed in range(2)
     ]
-    found = [{"kind": "grid", "rate": rate, "accuracy": value, "untrained": 0.45} for rate, value in zip((0.1, 0.01), grid, strict=True)]
-    measured.append(Measured({"part": "grid", "method": m.FO_MAML, "inner": 0.1, "seed": 0}, found, 0.0, 0))
+    found = [
+        {"kind": "grid", "rate": rate, "accuracy": value, "untrained": 0.45}
+        for rate, value in zip((0.1, 0.01), grid, strict=True)
+    ]
+    measured.append(
+        Measured({"part": "grid", "method": m.FO_MAML, "inner": 0.1, "seed": 0}, found, 0.0, 0)
+    )
     verdict = mnist1d.judge(Result("mnist1d", "quick", config, measured))
     return verdict.status, verdict.reason
 
@@ -154,13 +189,31 @@ def test_the_verdict_on_mnist1d_follows_the_rows() -> None:
     assert mnist1d_verdict({m.LOSS: 0.4, m.FO_MAML: 0.94, m.REPTILE: 0.94})[0] == "not"
 
 
-def omniglot_verdict(short: float, long: float, imaml: float = 0.98, damped: float = 0.97) -> tuple[str, str]:
-    config = omniglot.Config(settings=FIVE_WAY[:1], extra_settings=(), seeds=1, iterations=20, long=80, second_order_seeds=1)
+def omniglot_verdict(
+    short: float, long: float, imaml: float = 0.98, damped: float = 0.97
+) -> tuple[str, str]:
+    config = omniglot.Config(
+        settings=FIVE_WAY[:1],
+        extra_settings=(),
+        seeds=1,
+        iterations=20,
+        long=80,
+        second_order_seeds=1,
+    )
 
     def one(method: str, iterations: int, end: float) -> Measured:
         cell = {"setting": "5-way 1-shot", "method": method, "iterations": iterations, "seed": 0}
         rows = [
-            {"kind": "test", "iteration": k, "accuracy": value, "ci95": 0.001, "tasks": 9, "seconds": 60.0, "inner": 0.1, "rate": 0.1}
+            {
+                "kind": "test",
+                "iteration": k,
+                "accuracy": value,
+                "ci95": 0.001,
+                "tasks": 9,
+                "seconds": 60.0,
+                "inner": 0.1,
+                "rate": 0.1,
+            }
             | {"data": "Omniglot"}
             for k, value in ((iterations // 2, end - 0.01), (iterations, end))
         ]
@@ -168,7 +221,13 @@ def omniglot_verdict(short: float, long: float, imaml: float = 0.98, damped: flo
         return Measured(cell, rows, 0.0, 0)
 
     others = [one(method, 20, 0.98) for method in (m.FO_MAML, m.REPTILE, m.MAML)]
-    measured = [one(m.LOSS, 20, short), one(m.LOSS, 80, long), one(m.IMAML, 20, imaml), one(m.DAMPED, 20, damped), *others]
+    measured = [
+        one(m.LOSS, 20, short),
+        one(m.LOSS, 80, long),
+        one(m.IMAML, 20, imaml),
+        one(m.DAMPED, 20, damped),
+        *others,
+    ]
     verdict = omniglot.judge(Result("omniglot", "quick", config, measured))
     return verdict.status, verdict.reason
 
@@ -178,22 +237,37 @@ def test_the_verdict_on_omniglot_follows_the_rows() -> None:
     status, reason = omniglot_verdict(0.975, 0.98)
     assert status == "partly"
     assert "98.00 ± 0.10 %, where 99.24 ± 0.29 is published" in reason
-    assert "between 10 and 20 meta-steps all methods gained +1.0 to +1.0 points; FO-B-MAML gained +0.50 from 20 to 80" in reason
+    assert (
+        "between 10 and 20 meta-steps all methods gained +1.0 to +1.0 points; FO-B-MAML gained"
+        " +0.50 from 20 to 80" in reason
+    )
     assert "98.00 ± 0.10 %, where 99.16 ± 0.35 is published for iMAML" in reason
     for rivals in ({}, {"imaml": 0.2, "damped": 0.98}):
         reason = omniglot_verdict(0.97, 0.991, **rivals)[1]
         assert (
-            "below our iMAML with as many meta-steps (97.00 ± 0.10 against 98.00 ± 0.10 %, 1.00 points apart, paired by seed)" in reason
+            "below our iMAML with as many meta-steps (97.00 ± 0.10 against 98.00 ± 0.10 %, 1.00"
+            " points apart, paired by seed)" in reason
         )
         assert "16 steps instead of 5, 67.00 ± 0.10 against 68.00 ± 0.10 %" in reason
     assert "longer training does not help" in omniglot_verdict(0.992, 0.991)[1]
     assert omniglot_verdict(0.92, 0.91, imaml=0.99)[0] == "not"
 
 
-def test_rates_found_for_one_seed_serve_the_others_of_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"val_tasks": 2, "watch_tasks": 2, "test_tasks": 2, "tasks": 2, "queries": 2, "channels": 4}
+def test_rates_found_for_one_seed_serve_the_others_of_a_resumed_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = {
+        "val_tasks": 2,
+        "watch_tasks": 2,
+        "test_tasks": 2,
+        "tasks": 2,
+        "queries": 2,
+        "channels": 4,
+    }
     grid = {"inner_rates": (0.05, 0.1), "tuning": (1, 2), "tuning_keep": 2, "glyphs": True}
-    config = omniglot.Config(settings=FIVE_WAY[:1], extra_settings=(), iterations=2, long=0, longest=(), **few, **grid)
+    config = omniglot.Config(
+        settings=FIVE_WAY[:1], extra_settings=(), iterations=2, long=0, longest=(), **few, **grid
+    )
     cell = {"setting": FIVE_WAY[0], "method": m.FO_MAML, "iterations": 2, "seed": 0}
     first = omniglot.measure(cell, config, CPU)
     best, tried, scores = omniglot.tuned(FIVE_WAY[0], m.FO_MAML, config, CPU)
@@ -207,25 +281,46 @@ def test_rates_found_for_one_seed_serve_the_others_of_a_resumed_run(monkeypatch:
     omniglot.tuned.cache_clear()
     result = Result(omniglot.EXPERIMENT.name, "full", config, [Measured(cell, first, 0.0, 0)])
     omniglot.EXPERIMENT.remember(result)
-    assert omniglot.tuned(FIVE_WAY[0], m.FO_MAML, config, CPU) == (replace(best, iterations=2), tried, scores)
+    assert omniglot.tuned(FIVE_WAY[0], m.FO_MAML, config, CPU) == (
+        replace(best, iterations=2),
+        tried,
+        scores,
+    )
     again = omniglot.measure({**cell, "seed": 1}, config, CPU)
-    assert [row for row in again if row["kind"] == "tuning"] == [row for row in first if row["kind"] == "tuning"]
+    assert [row for row in again if row["kind"] == "tuning"] == [
+        row for row in first if row["kind"] == "tuning"
+    ]
     omniglot.tuned.cache_clear()
 
 
-# ------------------------------------------------------------------------------------------------ ablation
+# ----------------------------------------------------------------------------------------- ablation
 
 
-def ablation_result(accuracies: dict[Variant, float], more: dict[Variant, float] | None = None) -> Result[ablation.Config]:
+def ablation_result(
+    accuracies: dict[Variant, float], more: dict[Variant, float] | None = None
+) -> Result[ablation.Config]:
     config = ablation.Config(steps=(5,), omniglot_seeds=0)
 
     def measured() -> Iterator[Measured]:
         for variant in trained_variants(config.options):
             for seed in range(2):
-                found = {"accuracy": accuracies.get(variant, 0.9), "accuracy_more": (more or {}).get(variant, 0.8)}
-                yield Measured({"part": "mnist1d", **variant.keys, "seed": seed}, [{**found, "ci95": 0.01, "ci95_more": 0.01}], 0.0, 0)
+                found = {
+                    "accuracy": accuracies.get(variant, 0.9),
+                    "accuracy_more": (more or {}).get(variant, 0.8),
+                }
+                yield Measured(
+                    {"part": "mnist1d", **variant.keys, "seed": seed},
+                    [{**found, "ci95": 0.01, "ci95_more": 0.01}],
+                    0.0,
+                    0,
+                )
         for point in POINTS:
-            row = {"error_implicit": 0.5, "error_steps": 0.5, "cosine_implicit": 0.8, "cosine_steps": 0.8}
+            row = {
+                "error_implicit": 0.5,
+                "error_steps": 0.5,
+                "cosine_implicit": 0.8,
+                "cosine_steps": 0.8,
+            }
             rows = [{**variant.keys, **row} for variant in all_variants(config.options)]
             yield Measured({"part": "error", "point": point, "steps": 5, "seed": 0}, rows, 0.0, 0)
 
@@ -235,17 +330,30 @@ def ablation_result(accuracies: dict[Variant, float], more: dict[Variant, float]
 def test_the_verdict_on_the_defaults_follows_the_rows() -> None:
     default = Variant.default()
     assert ablation.judge(ablation_result({})).status == "reproduced"
-    other = default.changed("start", next(start for start in ("shifted", "theta") if start != default.start))
-    assert ablation.judge(ablation_result({other: 0.904})).status == "reproduced", "within the noise"
+    other = default.changed(
+        "start", next(start for start in ("shifted", "theta") if start != default.start)
+    )
+    assert ablation.judge(ablation_result({other: 0.904})).status == "reproduced", (
+        "within the noise"
+    )
     verdict = ablation.judge(ablation_result({other: 0.95}))
     assert verdict.status == "partly"
     assert f"start = {other.start} (+0.050 on MNIST-1D)" in verdict.reason
-    assert ablation.judge(ablation_result({other: 0.95}, {other: 0.7})).status == "reproduced", "better with 5 steps, worse with 16"
-    assert f"start = {other.start} (+0.100 on MNIST-1D, 16 steps)" in ablation.judge(ablation_result({}, {other: 0.9})).reason
+    assert ablation.judge(ablation_result({other: 0.95}, {other: 0.7})).status == "reproduced", (
+        "better with 5 steps, worse with 16"
+    )
+    assert (
+        f"start = {other.start} (+0.100 on MNIST-1D, 16 steps)"
+        in ablation.judge(ablation_result({}, {other: 0.9})).reason
+    )
     assert ablation.judge(ablation_result({default: 0.5})).status == "not"
     failing = ablation_result({other: 0.95})
-    next(one for one in failing.measured if one.cell == {"part": "mnist1d", **other.keys, "seed": 0}).rows[0]["accuracy_more"] = 0.0
-    assert ablation.judge(failing).status == "reproduced", "one training in two ended in NaN: no noise, whatever its interval"
+    next(
+        one for one in failing.measured if one.cell == {"part": "mnist1d", **other.keys, "seed": 0}
+    ).rows[0]["accuracy_more"] = 0.0
+    assert ablation.judge(failing).status == "reproduced", (
+        "one training in two ended in NaN: no noise, whatever its interval"
+    )
 
 
 def test_a_trained_variant_is_tested_with_more_steps_too() -> None:
@@ -255,7 +363,11 @@ def test_a_trained_variant_is_tested_with_more_steps_too() -> None:
     trial = fewshot.Trial(m.seeded(0, lambda: Conv1D(ways=3), CPU), mn.FOBMAML(), source)
     trial.train(fewshot.Recipe(config.inner, config.rate, 2, 2))
     for suffix, steps in (("", 5), ("_more", 7)):
-        exact = trial._learners[config.inner].evaluate(source.batch(range(3), "test"), steps=steps).mean_accuracy
+        exact = (
+            trial._learners[config.inner]
+            .evaluate(source.batch(range(3), "test"), steps=steps)
+            .mean_accuracy
+        )
         assert row[f"accuracy{suffix}"] == pytest.approx(exact, abs=1e-9)
 
 
@@ -263,28 +375,51 @@ def test_a_regression_is_scored_by_the_variance_it_explains() -> None:
     config = ablation.Config(sinusoid_iterations=3, test_tasks=20, more_steps=7)
     (row,) = ablation.measure({"part": "sinusoid", **Variant.paper().keys, "seed": 0}, config, CPU)
     source = Sinusoid(shots=10, queries=10, seed=0)
-    trial = fewshot.Trial(m.seeded(0, lambda: MLP(1, 1, hidden=(40, 40)), CPU), mn.FOBMAML(nu=0.1), source, regression=True)
+    trial = fewshot.Trial(
+        m.seeded(0, lambda: MLP(1, 1, hidden=(40, 40)), CPU),
+        mn.FOBMAML(nu=0.1),
+        source,
+        regression=True,
+    )
     trial.train(fewshot.Recipe(config.sinusoid_inner, config.sinusoid_rate, 3, 8))
     batch = source.batch(range(20), "test")
     found = trial._learners[config.sinusoid_inner].evaluate(batch, steps=7)
     shares = 1 - found.loss / batch.stacks[0].query[1].double().square().mean()
     assert row["accuracy_more"] == pytest.approx(float(shares.clamp(min=0).mean()), rel=1e-6)
     wild = ablation.Config(sinusoid_iterations=3, test_tasks=5, sinusoid_inner=1e6)
-    assert ablation.measure({"part": "sinusoid", **Variant.paper().keys, "seed": 0}, wild, CPU)[0]["accuracy"] == 0
+    assert (
+        ablation.measure({"part": "sinusoid", **Variant.paper().keys, "seed": 0}, wild, CPU)[0][
+            "accuracy"
+        ]
+        == 0
+    )
 
 
 def test_the_default_is_the_library_s() -> None:
     assert Variant.default().estimator == mn.FOBMAML()
-    assert Variant("gradient", "shifted", "tangent", "").estimator == mn.FOBMAML(nudge="gradient", start="shifted", stencil="tangent")
+    assert Variant("gradient", "shifted", "tangent", "").estimator == mn.FOBMAML(
+        nudge="gradient", start="shifted", stencil="tangent"
+    )
     assert len(all_variants(ablation.Config().options)) == 2 * 3 * (3 * 5 + 1)
 
 
 def test_errors_are_measured_against_the_right_targets() -> None:
-    """With one step, the gradient nudge with its centre and start shifted is MAML's gradient; the tangent takes it without error."""
+    """With one step, the gradient nudge with its centre and start shifted is MAML's gradient; the
+    tangent takes it without error.
+    """
     config = ablation.Config(
-        nudges=("gradient",), starts=("shifted",), stencils=("tangent",), steps=(1,), reach=3, error_tasks=2, channels=2, error_seeds=1
+        nudges=("gradient",),
+        starts=("shifted",),
+        stencils=("tangent",),
+        steps=(1,),
+        reach=3,
+        error_tasks=2,
+        channels=2,
+        error_seeds=1,
     )
-    (row,) = ablation.measure({"part": "error", "point": "untrained", "steps": 1, "seed": 0}, config, CPU)
+    (row,) = ablation.measure(
+        {"part": "error", "point": "untrained", "steps": 1, "seed": 0}, config, CPU
+    )
     assert row["error_steps"] < 1e-9
     assert row["cosine_implicit"] == pytest.approx(row["agreement"], abs=1e-9)
 
@@ -293,4 +428,6 @@ def test_curvature_is_the_hessian_s() -> None:
     x = torch.randn(1, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     learner = mn.MetaLearner(nn.Linear(3, 1, bias=False).double(), nn.functional.mse_loss)
     tasks = mn.TaskBatch((x, x[..., :1]), (x, x[..., :1]))
-    assert curvature(learner, tasks) == pytest.approx(float(torch.linalg.eigvalsh(2 * x[0].T @ x[0] / 6)[-1]), rel=1e-9)
+    assert curvature(learner, tasks) == pytest.approx(
+        float(torch.linalg.eigvalsh(2 * x[0].T @ x[0] / 6)[-1]), rel=1e-9
+    )

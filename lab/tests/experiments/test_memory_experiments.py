@@ -22,13 +22,17 @@ def task(dtype: torch.dtype = torch.float64) -> Task:
 
 
 def model() -> nn.Module:
-    return m.seeded(0, lambda: TransformerBlock(ways=3, d_model=8, heads=2, hidden=8, length=6), CPU)
+    return m.seeded(
+        0, lambda: TransformerBlock(ways=3, d_model=8, heads=2, hidden=8, length=6), CPU
+    )
 
 
 def test_the_textbook_maml_is_maml() -> None:
     ours, textbook = model().double(), model().double()
     solver = mn.GradientDescent(lr=memory.RATE, steps=3)
-    mn.MetaLearner(ours, nn.functional.cross_entropy, lam=m.LAM, solver=solver, estimator=mn.MAML()).backward(task())
+    mn.MetaLearner(
+        ours, nn.functional.cross_entropy, lam=m.LAM, solver=solver, estimator=mn.MAML()
+    ).backward(task())
     memory.unrolled(textbook, task(), steps=3)
     for one, other in zip(ours.parameters(), textbook.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
@@ -39,7 +43,13 @@ def test_every_method_is_measured_on_its_own_meta_gradient(method: str) -> None:
     measured, reference = model().double(), model().double()
     memory.meta_step(method, measured, task(), steps=2)()
     solver = mn.GradientDescent(lr=memory.RATE, steps=2)
-    mn.MetaLearner(reference, nn.functional.cross_entropy, lam=m.LAM, solver=solver, estimator=m.ESTIMATORS[method]).backward(task())
+    mn.MetaLearner(
+        reference,
+        nn.functional.cross_entropy,
+        lam=m.LAM,
+        solver=solver,
+        estimator=m.ESTIMATORS[method],
+    ).backward(task())
     for one, other in zip(measured.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-7, atol=1e-10)
 
@@ -53,14 +63,29 @@ def test_more_inner_steps_cost_memory_only_where_graphs_are_kept() -> None:
 
 
 def _peak(method: str, steps: int) -> int:
-    return memory.measure_step(method, model(), task(torch.float32), steps=steps, device=CPU)["memory"]
+    return memory.measure_step(method, model(), task(torch.float32), steps=steps, device=CPU)[
+        "memory"
+    ]
 
 
 def judged(peaks: dict[str, float]) -> str:
     config = memory_cnn.Config(channels=(4,), shots=(2,), queries=2)
-    usual = {m.LOSS: 105, m.GRADIENT: 105, m.FO_MAML: 100, m.REPTILE: 100, m.MAML: 500, m.IMAML: 300, memory.STEP: 90}
+    usual = {
+        m.LOSS: 105,
+        m.GRADIENT: 105,
+        m.FO_MAML: 100,
+        m.REPTILE: 100,
+        m.MAML: 500,
+        m.IMAML: 300,
+        memory.STEP: 90,
+    }
     measured = [
-        Measured({"shots": 2, "channels": 4, "method": method}, [{"memory": peak, "parameters": 5}], 0.0, 0)
+        Measured(
+            {"shots": 2, "channels": 4, "method": method},
+            [{"memory": peak, "parameters": 5}],
+            0.0,
+            0,
+        )
         for method, peak in {**usual, **peaks}.items()
     ]
     verdict = memory_cnn.judge(Result("memory-cnn", "quick", config, measured))
@@ -69,7 +94,10 @@ def judged(peaks: dict[str, float]) -> str:
 
 def test_the_verdict_follows_the_rows() -> None:
     assert judged({}).startswith("reproduced")
-    assert "partly: 2 of 4 comparisons hold, but at 4 channels FO-B-MAML is +20% from FO-MAML, 4.0 copies" in judged({m.LOSS: 120})
+    assert (
+        "partly: 2 of 4 comparisons hold, but at 4 channels FO-B-MAML is +20% from FO-MAML, 4.0"
+        " copies" in judged({m.LOSS: 120})
+    )
     assert judged({m.REPTILE: 90}).startswith("partly")
     assert judged({m.MAML: 101}).startswith("partly")
     assert judged({m.LOSS: 1000}).startswith("not")

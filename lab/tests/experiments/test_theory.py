@@ -1,4 +1,6 @@
-"""What the experiments on the paper's theory rest on: closed forms against automatic differentiation, and fits against known laws."""
+"""What the experiments on the paper's theory rest on: closed forms against automatic
+differentiation, and fits against known laws.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,26 @@ from torch import Tensor
 import metanudge as mn
 from metanudge.testing.inexact import OffBy
 from metanudge.testing.problems import logistic_regression, relative_error
-from metanudge_lab.experiments import bias_rates, complexity, convergence, lambda_effect, nu_sensitivity, spending
+from metanudge_lab.experiments import (
+    bias_rates,
+    complexity,
+    convergence,
+    lambda_effect,
+    nu_sensitivity,
+    spending,
+)
 from metanudge_lab.experiments import quadratics as q
 from metanudge_lab.experiments.base import Measured, Result, Row
 from metanudge_lab.experiments.meta_objectives import MetaObjective, Regression, Rippled
-from metanudge_lab.experiments.meta_optimizers import FINER, OPTIMIZERS, fastest, first_below, lowest_end, mean_of_last, run
+from metanudge_lab.experiments.meta_optimizers import (
+    FINER,
+    OPTIMIZERS,
+    fastest,
+    first_below,
+    lowest_end,
+    mean_of_last,
+    run,
+)
 from metanudge_lab.experiments.problems import displacements, landscape, small_conv_net
 from metanudge_lab.experiments.smoothness import envelope, smoothness
 
@@ -27,10 +44,14 @@ OBJECTIVES = ("exponential", "quartic", "linear", "rippled")
 
 def objective(name: str) -> MetaObjective:
     options: dict[str, Any] = {"dim": 3, "tasks": 4, "lam": 1.5, "device": CPU}
-    return Rippled(0, radius=8.0, **options) if name == "rippled" else Regression(name, 0, radius=1.5, **options)
+    return (
+        Rippled(0, radius=8.0, **options)
+        if name == "rippled"
+        else Regression(name, 0, radius=1.5, **options)
+    )
 
 
-# ------------------------------------------------------------------------------------------ meta-objectives
+# ---------------------------------------------------------------------------------- meta-objectives
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -39,8 +60,19 @@ def test_gradient_and_hessian_are_those_of_the_value(name: str) -> None:
     eye = torch.eye(3, dtype=torch.float64)
     step = 1e-5
     for i in range(f.tasks):
-        slopes = torch.stack([(f.values(f.start + step * e)[i] - f.values(f.start - step * e)[i]) / (2 * step) for e in eye])
-        bends = torch.stack([(f.gradients(f.start + step * e)[i] - f.gradients(f.start - step * e)[i]) / (2 * step) for e in eye])
+        slopes = torch.stack(
+            [
+                (f.values(f.start + step * e)[i] - f.values(f.start - step * e)[i]) / (2 * step)
+                for e in eye
+            ]
+        )
+        bends = torch.stack(
+            [
+                (f.gradients(f.start + step * e)[i] - f.gradients(f.start - step * e)[i])
+                / (2 * step)
+                for e in eye
+            ]
+        )
         torch.testing.assert_close(f.gradients(f.start)[i], slopes, rtol=1e-7, atol=1e-7)
         torch.testing.assert_close(f.hessians(f.start)[i], bends, rtol=1e-6, atol=1e-6)
 
@@ -58,7 +90,9 @@ def test_the_learner_has_the_same_meta_gradient(growth: str) -> None:
     f = objective(growth)
     assert isinstance(f, Regression)
     setup = f.setup(f.start)
-    learner = mn.MetaLearner(setup.model, setup.loss, lam=1.5, solver=mn.NewtonCG(tol=1e-12), estimator=mn.Exact())
+    learner = mn.MetaLearner(
+        setup.model, setup.loss, lam=1.5, solver=mn.NewtonCG(tol=1e-12), estimator=mn.Exact()
+    )
     (found,) = learner.meta_gradient(setup.tasks, metrics=False)[0].values()
     torch.testing.assert_close(found[0], f.gradient(f.start), rtol=1e-9, atol=1e-12)
 
@@ -74,7 +108,7 @@ def test_the_rippled_inner_solution_is_one() -> None:
     assert (smooth, bend) == (1.0, pytest.approx(inner * f.frequency))
 
 
-# ------------------------------------------------------------------------------- optimizers and smoothness
+# ------------------------------------------------------------------------ optimizers and smoothness
 
 
 class Parabola(MetaObjective):
@@ -94,25 +128,39 @@ class Parabola(MetaObjective):
 
 
 def test_runs_record_the_gradients_norm() -> None:
-    assert run(Parabola(), OPTIMIZERS["GD"], 0.5, steps=2, horizon=None, seed=None) == pytest.approx([5.0, 2.5, 1.25])
-    assert run(Parabola(), OPTIMIZERS["GD"], 0.5, steps=2, horizon=2, seed=None) == pytest.approx([5.0, 2.5, 2.5 * 0.75])
-    assert run(Parabola(), OPTIMIZERS["GD"], 0.5, steps=4, horizon=1, seed=None) == pytest.approx([5.0, 2.5, 2.5, 2.5, 2.5])
-    assert run(Parabola(), OPTIMIZERS["ClippedGD"], 0.5, steps=1, horizon=None, seed=0) == pytest.approx([5.0, 4.5])
+    assert run(
+        Parabola(), OPTIMIZERS["GD"], 0.5, steps=2, horizon=None, seed=None
+    ) == pytest.approx([5.0, 2.5, 1.25])
+    assert run(Parabola(), OPTIMIZERS["GD"], 0.5, steps=2, horizon=2, seed=None) == pytest.approx(
+        [5.0, 2.5, 2.5 * 0.75]
+    )
+    assert run(Parabola(), OPTIMIZERS["GD"], 0.5, steps=4, horizon=1, seed=None) == pytest.approx(
+        [5.0, 2.5, 2.5, 2.5, 2.5]
+    )
+    assert run(
+        Parabola(), OPTIMIZERS["ClippedGD"], 0.5, steps=1, horizon=None, seed=0
+    ) == pytest.approx([5.0, 4.5])
     away = run(Parabola(), OPTIMIZERS["GD"], 1e9, steps=50, horizon=None, seed=None)
     assert len(away) < 50, "a run that overflows ends early"
     assert math.isnan(mean_of_last(away, 50))
     assert first_below([5.0, 2.5, 1.25], 2.5) == 1
-    assert fastest(Parabola(), OPTIMIZERS["GD"], rates=(0.5, 0.9), steps=5, epsilon=0.1) == 2, "5 → 0.5 → 0.05 at a rate of 0.9"
+    assert fastest(Parabola(), OPTIMIZERS["GD"], rates=(0.5, 0.9), steps=5, epsilon=0.1) == 2, (
+        "5 → 0.5 → 0.05 at a rate of 0.9"
+    )
     assert fastest(Parabola(), OPTIMIZERS["GD"], rates=(0.1,), steps=5, epsilon=0.1) is None
     near = [0.3 * factor for factor in (1, *FINER)]
     best = min(5 * abs(1 - rate) * abs(1 - rate / 2) for rate in near)
     assert best < 5 * 0.7 * 0.85
-    assert lowest_end(Parabola(), OPTIMIZERS["GD"], rates=(0.1, 0.3), steps=2, seed=0) == pytest.approx(best), "around 0.3 as well"
+    assert lowest_end(
+        Parabola(), OPTIMIZERS["GD"], rates=(0.1, 0.3), steps=2, seed=0
+    ) == pytest.approx(best), "around 0.3 as well"
     assert lowest_end(Parabola(), OPTIMIZERS["GD"], rates=(1e9,), steps=50, seed=0) == math.inf
 
 
 def test_the_proofs_step_on_a_parabola() -> None:
-    """L₀ = 1 and L₁ = 0: one step of gradient descent lowers F by exactly what is promised, and reaches the minimum."""
+    """L₀ = 1 and L₁ = 0: one step of gradient descent lowers F by exactly what is promised, and
+    reaches the minimum.
+    """
     rows = smoothness(Parabola(), steps=5, epsilon=0.1)
     (proof,) = [row for row in rows if row["kind"] == "proof"]
     assert (proof["flat"], proof["steep"]) == (pytest.approx(1.0), 0.0)
@@ -124,7 +172,9 @@ def test_the_proofs_step_on_a_parabola() -> None:
 def test_the_envelope_lies_above() -> None:
     generator = torch.Generator().manual_seed(0)
     norms = torch.rand(30, generator=generator, dtype=torch.float64).tolist()
-    points = [(g, (1 + 2 * g) * (0.5 + 0.5 * u)) for g, u in zip(norms, reversed(norms), strict=True)]
+    points = [
+        (g, (1 + 2 * g) * (0.5 + 0.5 * u)) for g, u in zip(norms, reversed(norms), strict=True)
+    ]
     flat, steep = envelope(points)
     assert all(flat + steep * g >= h * (1 - 1e-9) for g, h in points)
     assert sum(abs(flat + steep * g - h) < 1e-9 for g, h in points) >= 1
@@ -137,15 +187,22 @@ def test_quartic_growth_breaks_the_global_form_and_not_the_local_one() -> None:
     (proof,) = [row for row in rows if row["kind"] == "proof"]
     assert proof["broken"] == 0
     path = [row for row in rows if row["kind"] == "path"]
-    assert all(row["curvature"] <= (proof["flat"] + proof["steep"] * row["norm"]) * (1 + 1e-9) for row in path)
+    assert all(
+        row["curvature"] <= (proof["flat"] + proof["steep"] * row["norm"]) * (1 + 1e-9)
+        for row in path
+    )
 
 
 def test_proposition_3_holds_with_the_constants_of_its_proof_only() -> None:
-    (row,) = [row for row in smoothness(objective("rippled"), steps=60, epsilon=0.01) if row["kind"] == "constants"]
+    (row,) = [
+        row
+        for row in smoothness(objective("rippled"), steps=60, epsilon=0.01)
+        if row["kind"] == "constants"
+    ]
     assert row["proved"] <= 1 < row["stated"]
 
 
-# --------------------------------------------------------------------------------------- inexact solutions
+# -------------------------------------------------------------------------------- inexact solutions
 
 
 def test_solutions_are_off_by_delta_in_directions_of_their_own() -> None:
@@ -156,7 +213,9 @@ def test_solutions_are_off_by_delta_in_directions_of_their_own() -> None:
     moved = OffBy(1e-3, 0, solver)
     first, second = (displacements(learner, setup.tasks, moved) - exact for _ in range(2))
     for off in (first, second):
-        torch.testing.assert_close(off.norm(dim=1), torch.full((2,), 1e-3, dtype=torch.float64), rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            off.norm(dim=1), torch.full((2,), 1e-3, dtype=torch.float64), rtol=1e-9, atol=0
+        )
     assert float(torch.cosine_similarity(first, second).abs().max()) < 0.99
 
 
@@ -165,11 +224,15 @@ def test_precision_is_how_far_the_steps_get() -> None:
     learner = problem.learner(mn.FOMAML(), 7)
     reached = displacements(learner, problem.tasks, learner.solver)
     solved = displacements(learner, problem.tasks, mn.NewtonCG(steps=5, cg_steps=20, tol=1e-13))
-    assert nu_sensitivity.precision(problem, 7) == pytest.approx(float((reached - solved).norm(dim=1).mean()), rel=1e-9)
+    assert nu_sensitivity.precision(problem, 7) == pytest.approx(
+        float((reached - solved).norm(dim=1).mean()), rel=1e-9
+    )
 
 
 def test_float32_rounds_where_the_nudge_is_small() -> None:
-    config = dataclasses.replace(nu_sensitivity.Config.quick(), nus=(1e-5, 0.1), steps=(20,), dim=5, tasks=2)
+    config = dataclasses.replace(
+        nu_sensitivity.Config.quick(), nus=(1e-5, 0.1), steps=(20,), dim=5, tasks=2
+    )
     errors = {}
     for name in (nu_sensitivity.QUADRATIC, nu_sensitivity.SINGLE):
         rows = nu_sensitivity.measure({"problem": name, "nudge": "loss", "seed": 0}, config, CPU)
@@ -183,16 +246,22 @@ def test_the_landscape_of_a_quadratic() -> None:
     problem = q.Problem(0, dim=5, tasks=2, lam=0.1, device=CPU, condition=8.0)
     learner = problem.learner(mn.FOMAML(), 1)
     found = landscape(learner, problem.tasks, mn.NewtonCG(steps=5, cg_steps=20, tol=1e-12))
-    torch.testing.assert_close(found.eigenvalues[:, 0], torch.full((2,), 1 / 8, dtype=torch.float64))
+    torch.testing.assert_close(
+        found.eigenvalues[:, 0], torch.full((2,), 1 / 8, dtype=torch.float64)
+    )
     torch.testing.assert_close(found.eigenvalues[:, -1], torch.ones(2, dtype=torch.float64))
     assert float(found.residual.max()) < 1e-10
     solutions = [mn.tasks.Quadratic.solution(task, problem.theta, 0.1) for task in problem.tasks]
-    torch.testing.assert_close(found.distance, torch.stack([(phi - problem.theta).norm() for phi in solutions]))
+    torch.testing.assert_close(
+        found.distance, torch.stack([(phi - problem.theta).norm() for phi in solutions])
+    )
 
 
 def test_the_two_networks_have_the_same_weights() -> None:
     smooth, kinked = (small_conv_net(smooth=smooth, tasks=1).model for smooth in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(smooth.parameters(), kinked.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(smooth.parameters(), kinked.parameters(), strict=True)
+    )
 
 
 def test_a_learned_stiffness_is_the_best_one() -> None:
@@ -210,22 +279,42 @@ def test_a_learned_stiffness_is_the_best_one() -> None:
         return total
 
     best = min((10 ** (k / 40 - 4) for k in range(200)), key=loss)
-    assert lambda_effect.learn(setup, config.start / unit, meta_steps=40, inner_steps=200) == pytest.approx(best, rel=0.06)
+    assert lambda_effect.learn(
+        setup, config.start / unit, meta_steps=40, inner_steps=200
+    ) == pytest.approx(best, rel=0.06)
 
 
-# --------------------------------------------------------------------------------------------------- fits
+# --------------------------------------------------------------------------------------------- fits
 
 
-def result_of(module: Any, config: Any, cells: list[tuple[dict[str, Any], list[Row]]]) -> Result[Any]:
-    return Result(module.EXPERIMENT.name, "quick", config, [Measured(cell, rows, 0.0, 0) for cell, rows in cells])
+def result_of(
+    module: Any, config: Any, cells: list[tuple[dict[str, Any], list[Row]]]
+) -> Result[Any]:
+    return Result(
+        module.EXPERIMENT.name,
+        "quick",
+        config,
+        [Measured(cell, rows, 0.0, 0) for cell, rows in cells],
+    )
 
 
 @pytest.mark.parametrize(("power", "holds"), [(2.0, True), (1.6, False)])
 def test_orders_in_nu_are_fitted(power: float, holds: bool) -> None:
     config = bias_rates.Config.full()
     rows = [{"nu": nu, "error": 3 * nu**power} for nu in config.nus]
-    cell = {"problem": "logistic regression", "nudge": "loss", "stencil": "symmetric", "varied": "nu"}
-    found = bias_rates.law(result_of(bias_rates, config, [(cell, rows)]), "logistic regression", "loss", "symmetric", "nu")
+    cell = {
+        "problem": "logistic regression",
+        "nudge": "loss",
+        "stencil": "symmetric",
+        "varied": "nu",
+    }
+    found = bias_rates.law(
+        result_of(bias_rates, config, [(cell, rows)]),
+        "logistic regression",
+        "loss",
+        "symmetric",
+        "nu",
+    )
     assert found is not None
     assert found.slope == pytest.approx(power)
     assert found.holds is holds
@@ -233,15 +322,35 @@ def test_orders_in_nu_are_fitted(power: float, holds: bool) -> None:
 
 @pytest.mark.parametrize("constant", [1.0, 1e6])
 def test_orders_in_delta_are_those_of_the_best_nu(constant: float) -> None:
-    """c ν² + δ/ν is least, 3/2^(2/3) (c δ²)^(1/3), at ν = (δ/(2c))^(1/3); a best ν at the edge of the scan does not count."""
+    """c ν² + δ/ν is least, 3/2^(2/3) (c δ²)^(1/3), at ν = (δ/(2c))^(1/3); a best ν at the edge of
+    the scan does not count.
+    """
     config = bias_rates.Config.full()
     rows = []
     for delta in (1e-9, 1e-7, 1e-5):
         for multiple in config.multiples:
             nu = multiple * delta ** (1 / 3)
-            rows.append({"delta": delta, "nu": nu, "multiple": multiple, "error": constant * nu**2 + delta / nu})
-    cell = {"problem": "logistic regression", "nudge": "loss", "stencil": "symmetric", "varied": "delta"}
-    found = bias_rates.law(result_of(bias_rates, config, [(cell, rows)]), "logistic regression", "loss", "symmetric", "delta")
+            rows.append(
+                {
+                    "delta": delta,
+                    "nu": nu,
+                    "multiple": multiple,
+                    "error": constant * nu**2 + delta / nu,
+                }
+            )
+    cell = {
+        "problem": "logistic regression",
+        "nudge": "loss",
+        "stencil": "symmetric",
+        "varied": "delta",
+    }
+    found = bias_rates.law(
+        result_of(bias_rates, config, [(cell, rows)]),
+        "logistic regression",
+        "loss",
+        "symmetric",
+        "delta",
+    )
     assert found is not None
     assert found.slope == pytest.approx(2 / 3)
     assert found.nu_slope == pytest.approx(1 / 3)
@@ -250,15 +359,29 @@ def test_orders_in_delta_are_those_of_the_best_nu(constant: float) -> None:
 
 def test_spending_is_interpolated_and_its_powers_are_fitted() -> None:
     """An error of exp(−K/κ): κ log(1/ε) steps."""
-    config = dataclasses.replace(complexity.Config.quick(), conditions=(9.0, 49.0), methods=("MAML",))
+    config = dataclasses.replace(
+        complexity.Config.quick(), conditions=(9.0, 49.0), methods=("MAML",)
+    )
     cells: list[tuple[dict[str, Any], list[Row]]] = []
     for condition in config.conditions:
         rows: list[Row] = [
-            {"tolerance": None, "steps": k, "error": math.exp(-k / spending.kappa(condition)), "delta": math.exp(-k / 3),
+            {"tolerance": None, "steps": k, "error": math.exp(-k / spending.kappa(condition)),
+            "delta": math.exp(-k / 3),
              "gradients": k + 1, "products": k, "seconds": k / 10}
             for k in complexity.lengths(500)
         ]  # fmt: skip
-        cells.append(({"what": "precision", "method": "MAML", "solver": "gradient descent", "condition": condition, "seed": 0}, rows))
+        cells.append(
+            (
+                {
+                    "what": "precision",
+                    "method": "MAML",
+                    "solver": "gradient descent",
+                    "condition": condition,
+                    "seed": 0,
+                },
+                rows,
+            )
+        )
     result = result_of(complexity, config, cells)
     found = spending.reach(result, "MAML", "gradient descent", 9.0, 1e-3)
     assert found is not None
@@ -274,29 +397,55 @@ def test_spending_is_interpolated_and_its_powers_are_fitted() -> None:
 
 
 def test_a_meta_gradient_costs_what_the_rows_say() -> None:
-    config = dataclasses.replace(complexity.Config.quick(), most_steps=64, dim=4, precisions=(1e-1, 1e-2))
-    cell = {"what": "precision", "method": "FO-B-MAML gradient nudge", "solver": "Nesterov", "condition": 9.0, "seed": 0}
+    config = dataclasses.replace(
+        complexity.Config.quick(), most_steps=64, dim=4, precisions=(1e-1, 1e-2)
+    )
+    cell = {
+        "what": "precision",
+        "method": "FO-B-MAML gradient nudge",
+        "solver": "Nesterov",
+        "condition": 9.0,
+        "seed": 0,
+    }
     rows = complexity.measure(cell, config, CPU)
     assert all(row["gradients"] == 3 * row["steps"] + 1 and row["products"] == 0 for row in rows)
     assert rows[-1]["error"] <= 1e-2 < rows[-2]["error"]
     assert rows[-1]["delta"] < rows[0]["delta"]
 
 
-# ------------------------------------------------------------------------------------------------ verdicts
+# ----------------------------------------------------------------------------------------- verdicts
 
 
 def test_the_verdict_on_nu_follows_the_rows() -> None:
     config = dataclasses.replace(
-        nu_sensitivity.Config.quick(), nus=(1e-3, 0.01, 0.1, 1.0), steps=(10, 50), network_steps=(), problems=("quadratic",)
+        nu_sensitivity.Config.quick(),
+        nus=(1e-3, 0.01, 0.1, 1.0),
+        steps=(10, 50),
+        network_steps=(),
+        problems=("quadratic",),
     )
 
     def judged(errors: dict[int, list[float]]) -> tuple[str, str]:
         rows: list[Row] = [
-            {"steps": k, "kind": "grid", "nu": nu, "error_exact": e, "error_steps": 1e-6, "optimum_residual": 0.0, "residual_growth": 0.1}
+            {
+                "steps": k,
+                "kind": "grid",
+                "nu": nu,
+                "error_exact": e,
+                "error_steps": 1e-6,
+                "optimum_residual": 0.0,
+                "residual_growth": 0.1,
+            }
             for k, found in errors.items()
             for nu, e in zip(config.nus, found, strict=True)
         ]
-        verdict = nu_sensitivity.judge(result_of(nu_sensitivity, config, [({"problem": "quadratic", "nudge": "loss", "seed": 0}, rows)]))
+        verdict = nu_sensitivity.judge(
+            result_of(
+                nu_sensitivity,
+                config,
+                [({"problem": "quadratic", "nudge": "loss", "seed": 0}, rows)],
+            )
+        )
         return verdict.status, verdict.reason
 
     assert judged({10: [2.5, 2.0, 0.5, 3.0], 50: [0.13, 0.1, 0.2, 1.0]})[0] == "reproduced"
@@ -306,13 +455,17 @@ def test_the_verdict_on_nu_follows_the_rows() -> None:
 
 
 def test_relative_errors() -> None:
-    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0])) == pytest.approx(1 / math.sqrt(18))
+    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0])) == pytest.approx(
+        1 / math.sqrt(18)
+    )
 
 
 def test_the_verdict_on_convergence_needs_the_faster_optimizer_to_arrive() -> None:
     """Two optimizers that never arrive are not twice as fast as each other."""
     config = dataclasses.replace(
-        convergence.Config.quick(), problems=("exponential",), optimizers=("GD", "ClippedGD", "NormalizedGD", "SNGDM")
+        convergence.Config.quick(),
+        problems=("exponential",),
+        optimizers=("GD", "ClippedGD", "NormalizedGD", "SNGDM"),
     )
 
     def status(clipped: int | None) -> bool:
@@ -327,12 +480,31 @@ def test_the_verdict_on_convergence_needs_the_faster_optimizer_to_arrive() -> No
                     "reached": reached,
                     "last": 0.1 if name == "SNGDM" else 0.2,
                 }
-                cells.append(({"problem": "exponential", "what": name, "sampled": sampled, "seed": 0}, [row]))
-        proof: Row = {"kind": "proof", "flat": 1.0, "steep": 1.0, "steps": 3, "bound": 9.0, "broken": 0, "excess": 1.0}
-        pairs: list[Row] = [{"kind": "pairs", "distance": d, "secant": 1.0, "ratio": 0.5} for d in (1.0, 2.0, 4.0)]
-        cells.append(({"problem": "exponential", "what": "smoothness", "sampled": False, "seed": 0}, [proof, *pairs]))
+                cells.append(
+                    ({"problem": "exponential", "what": name, "sampled": sampled, "seed": 0}, [row])
+                )
+        proof: Row = {
+            "kind": "proof",
+            "flat": 1.0,
+            "steep": 1.0,
+            "steps": 3,
+            "bound": 9.0,
+            "broken": 0,
+            "excess": 1.0,
+        }
+        pairs: list[Row] = [
+            {"kind": "pairs", "distance": d, "secant": 1.0, "ratio": 0.5} for d in (1.0, 2.0, 4.0)
+        ]
+        cells.append(
+            (
+                {"problem": "exponential", "what": "smoothness", "sampled": False, "seed": 0},
+                [proof, *pairs],
+            )
+        )
         floor: Row = {"kind": "floor", "stencil": "forward", "nu": 0.1, "norm": 0.01, "bias": 0.01}
-        cells.append(({"problem": "exponential", "what": "floor", "sampled": False, "seed": 0}, [floor]))
+        cells.append(
+            ({"problem": "exponential", "what": "floor", "sampled": False, "seed": 0}, [floor])
+        )
         return convergence.judge(result_of(convergence, config, cells)).status == "reproduced"
 
     assert status(10)

@@ -1,4 +1,6 @@
-"""The page in a real browser: everything is there, nothing is complained about, tables sort, and it fits a phone."""
+"""The page in a real browser: everything is there, nothing is complained about, tables sort, and it
+fits a phone.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from metanudge_lab.report import entries as gathering
 from toy_experiment import toy
 
 PROGRAM = chromium.find()
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here; install one, or name it with CHROMIUM")
+pytestmark = pytest.mark.skipif(
+    PROGRAM is None, reason="no Chromium here; install one, or name it with CHROMIUM"
+)
 
 LONG = "A long sentence about what was found, with a number such as 3.141592653589793 in it. " * 4
 TOYS = {
     "toy": toy(claim=LONG),
     "joy": toy(name="joy"),
-    "a-much-longer-name": toy(name="a-much-longer-name", where="Appendix, Table 12", config=type(toy().config())),
+    "a-much-longer-name": toy(
+        name="a-much-longer-name", where="Appendix, Table 12", config=type(toy().config())
+    ),
 }
 ROWS = Path(__file__).parents[3] / "results" / "quick"
 ORDER = "[...document.querySelectorAll('#summary tbody th')].map(cell => cell.textContent)"
@@ -48,14 +54,23 @@ def test_it_opens_without_complaint_and_fits(page: chromium.Page, width: int, da
     page.size(width, 800, dark=dark)
     page.open(page.url)
     assert page.complaints == []
-    assert page.run("document.documentElement.scrollWidth") <= width, "the page itself never scrolls sideways"
-    pictures = "[...document.querySelectorAll('figure svg')].map(svg => svg.getBoundingClientRect())"
+    assert page.run("document.documentElement.scrollWidth") <= width, (
+        "the page itself never scrolls sideways"
+    )
+    pictures = (
+        "[...document.querySelectorAll('figure svg')].map(svg => svg.getBoundingClientRect())"
+    )
     boxes = page.run(f"{pictures}.map(box => [box.width, box.height])")
     assert len(boxes) == 4
     assert all(wide > 300 and high > 150 for wide, high in boxes)
-    labels = page.run("[...document.querySelectorAll('figure [role=img]')].map(one => one.getAttribute('aria-label'))")
+    labels = page.run(
+        "[...document.querySelectorAll('figure [role=img]')].map(one =>"
+        " one.getAttribute('aria-label'))"
+    )
     assert all(labels)
-    assert page.run("getComputedStyle(document.body).backgroundColor") == ("rgb(20, 23, 28)" if dark else "rgb(252, 252, 250)")
+    assert page.run("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(20, 23, 28)" if dark else "rgb(252, 252, 250)"
+    )
 
 
 def test_a_click_sorts_and_another_turns_the_order_round(page: chromium.Page) -> None:
@@ -79,7 +94,10 @@ def test_numbers_sort_as_numbers(page: chromium.Page) -> None:
     table = "document.querySelector('#toy table.numbers')"
     page.run(f"{table}.querySelector('th:nth-child(2) button').click()")
     page.run(f"{table}.querySelector('th:nth-child(2) button').click()")
-    assert page.run(f"[...{table}.tBodies[0].rows].map(row => row.cells[1].textContent)") == ["2 times 2", "1 times 2"]
+    assert page.run(f"[...{table}.tBodies[0].rows].map(row => row.cells[1].textContent)") == [
+        "2 times 2",
+        "1 times 2",
+    ]
 
 
 def test_the_keyboard_sorts_too(page: chromium.Page) -> None:
@@ -108,24 +126,37 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.skipif(not ROWS.is_dir(), reason="no results beside the tests")
 @pytest.mark.parametrize("width", [360, 1280])
-def test_the_page_of_the_repository_shows_every_experiment(page: chromium.Page, whole: str, width: int) -> None:
+def test_the_page_of_the_repository_shows_every_experiment(
+    page: chromium.Page, whole: str, width: int
+) -> None:
     page.size(width, 800)
     page.open(whole)
     assert page.complaints == []
     assert page.run("document.documentElement.scrollWidth") <= width
     assert page.run(ORDER) == list(NAMES)
-    bare = "[...document.querySelectorAll('article')].filter(one => !one.querySelector('.todo') && !one.querySelector('figure svg'))"
+    bare = (
+        "[...document.querySelectorAll('article')].filter(one => !one.querySelector('.todo') &&"
+        " !one.querySelector('figure svg'))"
+    )
     assert page.run(f"{bare}.map(one => one.id)") == [], "every result has its figure"
-    boxes = page.run("[...document.querySelectorAll('figure svg')].map(svg => svg.getBoundingClientRect()).map(b => [b.width, b.height])")
+    boxes = page.run(
+        "[...document.querySelectorAll('figure svg')].map(svg => svg.getBoundingClientRect()).map(b"
+        " => [b.width, b.height])"
+    )
     assert len(boxes) >= 10
     assert all(wide > 300 and high > 150 for wide, high in boxes)
     page.run("document.querySelector('#summary thead th:nth-child(3) button').click()")
-    ranks = page.run("[...document.querySelectorAll('#summary tbody td:nth-child(3)')].map(cell => Number(cell.dataset.sort))")
+    ranks = page.run(
+        "[...document.querySelectorAll('#summary tbody td:nth-child(3)')].map(cell =>"
+        " Number(cell.dataset.sort))"
+    )
     assert ranks == sorted(ranks)
 
 
 def test_a_script_error_would_be_seen(page: chromium.Page, tmp_path: Path) -> None:
     file = tmp_path / "broken.html"
-    file.write_text("<!doctype html><script>nonsense()</script><img src='missing.png'>", encoding="utf-8")
+    file.write_text(
+        "<!doctype html><script>nonsense()</script><img src='missing.png'>", encoding="utf-8"
+    )
     page.open(file.as_uri())
     assert len(page.complaints) >= 2

@@ -28,7 +28,9 @@ def only_toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "load", TOYS.__getitem__)
 
 
-def measured(folder: Path, mode: str = "quick", experiment: Experiment = TOYS["toy"], pattern: str = "*") -> None:
+def measured(
+    folder: Path, mode: str = "quick", experiment: Experiment = TOYS["toy"], pattern: str = "*"
+) -> None:
     run(experiment, Options(mode=mode, folder=folder, device="cpu", pattern=pattern))
 
 
@@ -131,7 +133,10 @@ def test_no_results_at_all(tmp_path: Path) -> None:
 def test_the_verdict_comes_from_the_rows(tmp_path: Path) -> None:
     measured(tmp_path)
     file = tmp_path / "quick" / "toy.json"
-    file.write_text(file.read_text(encoding="utf-8").replace('{"x": 2, "y": 4.0}', '{"x": 2, "y": 5.0}'), encoding="utf-8")
+    file.write_text(
+        file.read_text(encoding="utf-8").replace('{"x": 2, "y": 4.0}', '{"x": 2, "y": 5.0}'),
+        encoding="utf-8",
+    )
     entry = report.gather(tmp_path)[0]
     assert entry.state == "not"
     assert entry.measured == "y = 5 at x = 2."
@@ -172,7 +177,9 @@ def test_figures_follow_the_theme_and_keep_their_ids_apart(tmp_path: Path) -> No
 
 
 def test_the_summary_has_the_first_sentence() -> None:
-    entry = report.Entry(TOYS["toy"], "reproduced", "At 0.5 it is 1.2 (iMAML, 5 CG: 3). At λ = 2 it is less.", "")
+    entry = report.Entry(
+        TOYS["toy"], "reproduced", "At 0.5 it is 1.2 (iMAML, 5 CG: 3). At λ = 2 it is less.", ""
+    )
     assert entry.gist == "At 0.5 it is 1.2 (iMAML, 5 CG: 3)."
     assert dataclasses.replace(entry, measured="").gist == ""
 
@@ -181,7 +188,9 @@ def test_long_tables_are_folded_and_words_stand_left(tmp_path: Path) -> None:
     measured(tmp_path)
     entry = report.gather(tmp_path)[0]
     assert "Table of" not in report.page([entry])
-    longer = dataclasses.replace(entry, table=Table(("name", "n"), [(f"row {n}", n) for n in range(13)]))
+    longer = dataclasses.replace(
+        entry, table=Table(("name", "n"), [(f"row {n}", n) for n in range(13)])
+    )
     text = report.page([longer])
     assert "<summary>Table of 13 rows</summary>" in text
     assert '<td data-sort="row 3" class="text">row 3</td><td data-sort="3.0">3</td>' in text
@@ -189,7 +198,13 @@ def test_long_tables_are_folded_and_words_stand_left(tmp_path: Path) -> None:
 
 
 def test_values_of_tables() -> None:
-    assert [sort_key(value) for value in (1, 0.5, "a", None, Shown(2.0, "two"))] == ["1.0", "0.5", "a", "", "2.0"]
+    assert [sort_key(value) for value in (1, 0.5, "a", None, Shown(2.0, "two"))] == [
+        "1.0",
+        "0.5",
+        "a",
+        "",
+        "2.0",
+    ]
     assert text_of(True) == "True"
 
 

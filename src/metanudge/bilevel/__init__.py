@@ -1,9 +1,10 @@
-"""Hypergradients of any bilevel problem: the derivative of an outer loss through the solution of an inner one.
+"""Hypergradients of any bilevel problem: the derivative of an outer loss through the solution of an
+inner one.
 
     minimise over x:  F(x) = f(x, φ*(x))   with   φ*(x) = argmin_φ g(x, φ)
 
-The identity behind it (paper, § General Discussion, completed by the term in which f depends on x itself): with
-φ_ν = argmin_φ g(x, φ) + ν f(x, φ),
+The identity behind it (paper, § General Discussion, completed by the term in which f depends on x
+itself): with φ_ν = argmin_φ g(x, φ) + ν f(x, φ),
 
     ∇F(x) = d/dν ∂_x[g + ν f](x, φ_ν)  at  ν = 0,
 

@@ -29,14 +29,16 @@ def solve_bilevel(
 ) -> Tensor:
     """F(x) = f(x, φ*(x)) as a scalar tensor whose backward pass hands the hypergradient to x.
 
-    The arguments are those of `hypergradient`. x may come out of a larger computation, and the loss may go into one; tensors of x that
-    do not require gradients count as constants. The hypergradient is computed here, not in `backward`; where gradients are switched off
-    or x needs none, the inner problem is solved once and nothing more. F cannot be differentiated twice.
+    The arguments are those of `hypergradient`. x may come out of a larger computation, and the loss
+    may go into one; tensors of x that do not require gradients count as constants. The
+    hypergradient is computed here, not in `backward`; where gradients are switched off or x needs
+    none, the inner problem is solved once and nothing more. F cannot be differentiated twice.
 
     Example:
         >>> x = torch.zeros(2, dtype=torch.float64, requires_grad=True)
         >>> inner = lambda x, phi: (phi - 1).square().sum() + (x.exp() * phi.square()).sum()
-        >>> loss = solve_bilevel(inner, lambda x, phi: phi.sum(), x, torch.zeros(2, dtype=torch.float64))
+        >>> loss = solve_bilevel(inner, lambda x, phi: phi.sum(), x,
+        ...     torch.zeros(2, dtype=torch.float64))
         >>> loss.backward()
         >>> loss.item(), x.grad  # φ = 1/(1 + eˣ), whose derivative is −eˣ/(1 + eˣ)²
         (1.0, tensor([-0.2500, -0.2500], dtype=torch.float64))
@@ -64,8 +66,9 @@ def _check_captured(problem: Bilevel) -> None:
         for level in get_args(Level):
             if problem.evaluate(level, problem.shared, problem.parameters).requires_grad:
                 raise ValueError(
-                    f"{level}(x, phi) uses a tensor that requires gradients and is neither in x nor in phi; loss.backward() would not "
-                    "reach it. Put it into x to have its gradient; if it is a constant, detach it (a module: requires_grad_(False))."
+                    f"{level}(x, phi) uses a tensor that requires gradients and is neither in x nor"
+                    " in phi; loss.backward() would not reach it. Put it into x to have its"
+                    " gradient; if it is a constant, detach it (a module: requires_grad_(False))."
                 )
 
 
@@ -73,7 +76,9 @@ class _Solved(torch.autograd.Function):
     """f at the inner solution; its derivative is the estimator's hypergradient."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Bilevel, solver: Solver, estimator: Estimator, *x: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, problem: Bilevel, solver: Solver, estimator: Estimator, *x: Tensor
+    ) -> Tensor:
         total, inner = differentiate(problem, solver, estimator)
         ctx.save_for_backward(*x)
         ctx.gradient = [g.to(t.dtype) for g, t in zip(total.gradient.values(), x, strict=True)]
@@ -81,11 +86,21 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
-        return (None, None, None, *(_Once.apply(g, outputs[0], x) for g, x in zip(ctx.gradient, ctx.saved_tensors, strict=True)))
+        return (
+            None,
+            None,
+            None,
+            *(
+                _Once.apply(g, outputs[0], x)
+                for g, x in zip(ctx.gradient, ctx.saved_tensors, strict=True)
+            ),
+        )
 
 
 class _Once(torch.autograd.Function):
-    """gradient × output. In a graph for second derivatives it stands for a dependence on x that nobody has computed, and says so."""
+    """gradient × output. In a graph for second derivatives it stands for a dependence on x that
+    nobody has computed, and says so.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, output: Tensor, x: Tensor) -> Tensor:
@@ -94,6 +109,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
         raise RuntimeError(
-            "solve_bilevel can be differentiated once, but a second derivative was asked for. Take it out of what is "
-            "differentiated twice (an inner function, or a term made with create_graph=True)."
+            "solve_bilevel can be differentiated once, but a second derivative was asked for. Take"
+            " it out of what is differentiated twice (an inner function, or a term made with"
+            " create_graph=True)."
         )

@@ -1,4 +1,6 @@
-"""The two functions of a bilevel problem as estimators know them: φ adapts, x is shared, and there is no proximal term."""
+"""The two functions of a bilevel problem as estimators know them: φ adapts, x is shared, and there
+is no proximal term.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ Level = Literal["inner", "outer"]
 
 
 class Bilevel:
-    """g(x, φ) and f(x, φ) at a fixed x, as functions of the displacement d = φ − init; see `metanudge.problem.TwoLevels`.
+    """g(x, φ) and f(x, φ) at a fixed x, as functions of the displacement d = φ − init; see
+    `metanudge.problem.TwoLevels`.
 
     Args:
         inner, outer: the user's functions of the whole structures.
@@ -32,7 +35,16 @@ class Bilevel:
 
     learns_theta = False
 
-    def __init__(self, inner: Function, outer: Function, x: Tree, init: Tree, *, strong_convexity: float | None, seed: int) -> None:
+    def __init__(
+        self,
+        inner: Function,
+        outer: Function,
+        x: Tree,
+        init: Tree,
+        *,
+        strong_convexity: float | None,
+        seed: int,
+    ) -> None:
         self._functions: dict[str, Function] = {"inner": inner, "outer": outer}
         self._x_tree, self._phi_tree = x, init
         self.shared, self.parameters = x.tensors, init.tensors
@@ -57,7 +69,9 @@ class Bilevel:
         return {n: (t + d[n][0]).to(t.dtype) for n, t in self.parameters.items()}
 
     def evaluate(self, level: Level, x: Params, phi: Params, step: int = 0) -> Tensor:
-        """The value of one function, with whatever graph x and φ bring; `step` chooses its random numbers."""
+        """The value of one function, with whatever graph x and φ bring; `step` chooses its random
+        numbers.
+        """
         try:
             with self.draws.seeded(step, "support" if level == "inner" else "query"):
                 value = self._functions[level](self._x_tree.build(x), self._phi_tree.build(phi))
@@ -65,10 +79,14 @@ class Bilevel:
             error.add_note(f"It happened in {level}(x, phi) with {_shapes(x)} and {_shapes(phi)}.")
             raise
         if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
-            got = f"a tensor of {describe(value)}" if isinstance(value, Tensor) else type(value).__name__
+            got = (
+                f"a tensor of {describe(value)}"
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
             raise TypeError(
-                f"{level}(x, phi) must return a floating scalar tensor, got {got}. "
-                "Reduce it with .mean() or .sum(), and do not turn it into a number with float() or .item()."
+                f"{level}(x, phi) must return a floating scalar tensor, got {got}. Reduce it with"
+                " .mean() or .sum(), and do not turn it into a number with float() or .item()."
             )
         return value
 

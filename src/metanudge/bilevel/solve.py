@@ -28,16 +28,20 @@ class Hypergradient:
     """∇F(x), and what is known about it.
 
     Attributes:
-        gradient: ∇F, in the structure of x; None in the place of leaves that are no floating tensors.
+        gradient: ∇F, in the structure of x; None in the place of leaves that are no floating
+            tensors.
         phi: the inner solution φ_0, in the structure of `init`.
         outer, inner: values of the two functions at (x, φ_0).
         residual: ‖∂_φ g‖ at φ_0; 0 at an exact solution.
         steps: steps of the un-nudged solve.
         nu: nudge used; None for estimators without one.
-        error: estimated relative error of the difference from nudged solves that stopped early, Σ_j |c_j| residual_j / (ν ‖∂_φ f‖);
-            errors that the solves share cancel, so it is a cautious one. None for estimators without a difference.
-        linear_residual: relative residual of the linear system of `IMAML` and `Exact`; None for the others.
-        inner_gradients, outer_gradients, hessian_products: backward passes through each function, and second ones, in all.
+        error: estimated relative error of the difference from nudged solves that stopped early, Σ_j
+            |c_j| residual_j / (ν ‖∂_φ f‖); errors that the solves share cancel, so it is a cautious
+            one. None for estimators without a difference.
+        linear_residual: relative residual of the linear system of `IMAML` and `Exact`; None for the
+            others.
+        inner_gradients, outer_gradients, hessian_products: backward passes through each function,
+            and second ones, in all.
     """
 
     gradient: Any
@@ -56,7 +60,10 @@ class Hypergradient:
     def __str__(self) -> str:
         leaves = [leaf for leaf in pytree.tree_leaves(self.gradient) if leaf is not None]
         size = math.sqrt(sum(float(leaf.double().square().sum()) for leaf in leaves))
-        parts = [f"outer {self.outer:.4g}, inner {self.inner:.4g}", f"residual {self.residual:.2g} after {self.steps} steps"]
+        parts = [
+            f"outer {self.outer:.4g}, inner {self.inner:.4g}",
+            f"residual {self.residual:.2g} after {self.steps} steps",
+        ]
         if self.nu is not None:
             parts.append(f"ν {self.nu:g}")
         if self.error is not None:
@@ -80,30 +87,39 @@ def hypergradient(
     strong_convexity: float | None = None,
     seed: int = 0,
 ) -> Hypergradient:
-    """∇F(x) of F(x) = f(x, φ*(x)), φ*(x) = argmin_φ g(x, φ), for any two functions of pytrees of tensors.
+    """∇F(x) of F(x) = f(x, φ*(x)), φ*(x) = argmin_φ g(x, φ), for any two functions of pytrees of
+    tensors.
 
     Args:
         inner: g(x, phi), a scalar; no proximal term is added to it.
         outer: f(x, phi), a scalar; it may depend on x directly as well.
-        x: what to differentiate by: a tensor, or a dict, list or tuple of tensors. Every floating tensor in it counts.
-        init: where solves start, in the structure that `phi` shall have. It counts as a constant, also where it was made from x.
-        solver: how to solve the inner problem. Default: `LBFGS()`, to a residual of 10⁻¹⁰ (10⁻⁵ in float32).
-        estimator: how to differentiate. Default: `FOBMAML` with a symmetric loss nudge of 10⁻³ (10⁻² in float32), its nudged solves
-            started at the solution, so that they stay in its basin where inner is not convex. `MAML()` differentiates the solver's
-            steps, `IMAML(cg_steps=…)` and `Exact()` use the implicit function theorem, `FOMAML()` takes ∂_x f alone, `ESMAML()`
-            perturbs x at random; `Reptile()` has no meaning here.
-        strong_convexity: lower bound of g's curvature in φ; `Nesterov` computes its momentum from it.
+        x: what to differentiate by: a tensor, or a dict, list or tuple of tensors. Every floating
+            tensor in it counts.
+        init: where solves start, in the structure that `phi` shall have. It counts as a constant,
+            also where it was made from x.
+        solver: how to solve the inner problem. Default: `LBFGS()`, to a residual of 10⁻¹⁰ (10⁻⁵ in
+            float32).
+        estimator: how to differentiate. Default: `FOBMAML` with a symmetric loss nudge of 10⁻³
+            (10⁻² in float32), its nudged solves started at the solution, so that they stay in its
+            basin where inner is not convex. `MAML()` differentiates the solver's steps,
+            `IMAML(cg_steps=…)` and `Exact()` use the implicit function theorem, `FOMAML()` takes
+            ∂_x f alone, `ESMAML()` perturbs x at random; `Reptile()` has no meaning here.
+        strong_convexity: lower bound of g's curvature in φ; `Nesterov` computes its momentum from
+            it.
         seed: of random numbers that the functions draw (dropout); every solve sees the same.
 
-    Cost: of FO-B-MAML three solves (forward two, five-point five), with an outer gradient in every step of the nudged ones for the loss
-    nudge and one outer gradient in all for the gradient nudge; memory of one gradient, however many steps. Nothing is written to `.grad`.
+    Cost: of FO-B-MAML three solves (forward two, five-point five), with an outer gradient in every
+    step of the nudged ones for the loss nudge and one outer gradient in all for the gradient nudge;
+    memory of one gradient, however many steps. Nothing is written to `.grad`.
 
     Example:
         >>> A, b = torch.eye(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
         >>> inner = lambda x, phi: (A @ phi - b).square().sum() + x.exp() * phi.square().sum()
         >>> outer = lambda x, phi: (phi - 0.25).square().sum()
-        >>> result = hypergradient(inner, outer, torch.zeros((), dtype=torch.float64), torch.zeros_like(b))
-        >>> result.phi, round(float(result.gradient), 5)  # φ = 1/(1 + eˣ), dF/dx = −3 · 2 (φ − ¼) eˣ/(1 + eˣ)²
+        >>> result = hypergradient(inner, outer, torch.zeros((), dtype=torch.float64),
+        ...     torch.zeros_like(b))
+        >>> # φ = 1/(1 + eˣ), dF/dx = −3 · 2 (φ − ¼) eˣ/(1 + eˣ)²
+        >>> result.phi, round(float(result.gradient), 5)
         (tensor([0.5000, 0.5000, 0.5000], dtype=torch.float64), -0.375)
     """
     x_tree, init_tree = Tree(x, "x"), Tree(init, "phi")
@@ -114,7 +130,9 @@ def hypergradient(
     lower, upper = found.at("inner", d), found.at("outer", d)
     signal = float(norm(upper.by_phi))
     return Hypergradient(
-        gradient=x_tree.build_alone({n: leaf.to(problem.shared[n].dtype) for n, leaf in total.gradient.items()}),
+        gradient=x_tree.build_alone(
+            {n: leaf.to(problem.shared[n].dtype) for n, leaf in total.gradient.items()}
+        ),
         phi=init_tree.build(problem.phi(d)),
         outer=float(upper.value),
         inner=float(lower.value),
@@ -122,7 +140,13 @@ def hypergradient(
         steps=int(found.solution.steps),
         nu=total.nu,
         error=None if total.error is None else float(total.error) / signal if signal else math.inf,
-        linear_residual=None if found.linear_residual is None else found.linear_residual / signal if signal else 0.0,
+        linear_residual=(
+            None
+            if found.linear_residual is None
+            else found.linear_residual / signal
+            if signal
+            else 0.0
+        ),
         inner_gradients=cost.support_gradients,
         outer_gradients=cost.query_gradients,
         hessian_products=cost.hessian_products,
@@ -131,13 +155,24 @@ def hypergradient(
 
 @contextmanager
 def at_work(problem: Bilevel) -> Iterator[None]:
-    """Within, signals wait, gradients are on, also where the caller has them off, and random states come out as they went in."""
-    with uninterrupted(), torch.inference_mode(False), torch.enable_grad(), problem.draws.preserved():
+    """Within, signals wait, gradients are on, also where the caller has them off, and random states
+    come out as they went in.
+    """
+    with (
+        uninterrupted(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        problem.draws.preserved(),
+    ):
         yield
 
 
-def differentiate(problem: Bilevel, solver: Solver, estimator: Estimator) -> tuple[MetaGradient, BilevelInner]:
-    """Run an estimator, look at both functions where it solved the inner problem, and check what comes out."""
+def differentiate(
+    problem: Bilevel, solver: Solver, estimator: Estimator
+) -> tuple[MetaGradient, BilevelInner]:
+    """Run an estimator, look at both functions where it solved the inner problem, and check what
+    comes out.
+    """
     with at_work(problem):
         inner, total = BilevelInner(problem, Cost()), MetaGradient(problem, 1, metrics=False)
         estimator.accumulate(inner, solver, total)
@@ -153,20 +188,29 @@ def differentiate(problem: Bilevel, solver: Solver, estimator: Estimator) -> tup
     bad = [n for n, leaf in total.gradient.items() if not bool(torch.isfinite(leaf).all())]
     if bad:
         raise NonFiniteError(
-            f"The hypergradient by {', '.join(bad)} is not finite although the inner solves were: a derivative in x overflowed or "
-            "does not exist at the solution. Look at inner and outer there. Nothing was written to .grad."
+            f"The hypergradient by {', '.join(bad)} is not finite although the inner solves were: a"
+            " derivative in x overflowed or does not exist at the solution. Look at inner and"
+            " outer there. Nothing was written to .grad."
         )
     return total, inner
 
 
 def choose(
-    problem: Bilevel, solver: Solver | None, estimator: Estimator | None, strong_convexity: float | None
+    problem: Bilevel,
+    solver: Solver | None,
+    estimator: Estimator | None,
+    strong_convexity: float | None,
 ) -> tuple[Solver, Estimator]:
-    """The user's solver and estimator, or the defaults, checked for use on a general bilevel problem.
+    """The user's solver and estimator, or the defaults, checked for use on a general bilevel
+    problem.
 
-    An automatic ν balances a truncation error of order ν² against the rounding, or the solver's tolerance, over ν.
+    An automatic ν balances a truncation error of order ν² against the rounding, or the solver's
+    tolerance, over ν.
     """
-    single = any(torch.finfo(t.dtype).bits < 64 for t in (*problem.shared.values(), *problem.parameters.values()))
+    single = any(
+        torch.finfo(t.dtype).bits < 64
+        for t in (*problem.shared.values(), *problem.parameters.values())
+    )
     if solver is None:
         solver = LBFGS(tol=1e-5) if single else LBFGS()
     if estimator is None:
@@ -176,7 +220,10 @@ def choose(
     _check_solver(solver, strong_convexity)
     if isinstance(estimator, type) or not callable(getattr(estimator, "accumulate", None)):
         known = ", ".join(kind.__name__ for kind in ESTIMATORS)
-        raise TypeError(f"estimator must be one of {known}, got {estimator!r}. Pass an object, e.g. mn.FOBMAML().")
+        raise TypeError(
+            f"estimator must be one of {known}, got {estimator!r}. Pass an object, e.g."
+            " mn.FOBMAML()."
+        )
     estimator.check_problem(problem)
     estimator.check(solver)
     return solver, estimator
@@ -185,17 +232,23 @@ def choose(
 def _check_solver(solver: Any, strong_convexity: float | None) -> None:
     if not isinstance(solver, Solver):
         raise TypeError(
-            f"solver must be one of metanudge's solvers, e.g. mn.LBFGS() or mn.GradientDescent(lr=0.1, steps=100), got {solver!r}."
+            "solver must be one of metanudge's solvers, e.g. mn.LBFGS() or"
+            f" mn.GradientDescent(lr=0.1, steps=100), got {solver!r}."
         )
     if getattr(solver, "batch_size", None) is not None:
         raise ValueError(
-            f"{solver!r} draws minibatches, but inner(x, phi) is a function without examples to draw from. "
-            "Leave batch_size out, and draw a minibatch inside inner if you want one."
+            f"{solver!r} draws minibatches, but inner(x, phi) is a function without examples to"
+            " draw from. Leave batch_size out, and draw a minibatch inside inner if you want one."
         )
     if strong_convexity is not None:
-        check_positive(strong_convexity, "strong_convexity", "It is a lower bound of inner's curvature in phi; leave it out if unknown.")
+        check_positive(
+            strong_convexity,
+            "strong_convexity",
+            "It is a lower bound of inner's curvature in phi; leave it out if unknown.",
+        )
     elif isinstance(solver, Nesterov) and solver.momentum is None:
         raise ValueError(
-            "Nesterov computes its momentum from the inner problem's strong convexity, which a general inner function does not reveal. "
-            "Give strong_convexity=… (a lower bound of the curvature, e.g. the weight of an L2 penalty), or Nesterov(momentum=0.9, …)."
+            "Nesterov computes its momentum from the inner problem's strong convexity, which a"
+            " general inner function does not reveal. Give strong_convexity=… (a lower bound of the"
+            " curvature, e.g. the weight of an L2 penalty), or Nesterov(momentum=0.9, …)."
         )

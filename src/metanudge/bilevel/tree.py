@@ -14,7 +14,8 @@ from metanudge.task import describe
 
 
 class Tree:
-    """A pytree (tensor, dict, list, tuple, nested), seen as the floating tensors in it; all other leaves are constants.
+    """A pytree (tensor, dict, list, tuple, nested), seen as the floating tensors in it; all other
+    leaves are constants.
 
     Args:
         tree: the user's structure.
@@ -27,7 +28,9 @@ class Tree:
         (["x['w']"], {'w': tensor([1., 1.]), 'depth': 3})
     """
 
-    def __init__(self, tree: Any, what: str, wanted: Callable[[Tensor], bool] = lambda _: True) -> None:
+    def __init__(
+        self, tree: Any, what: str, wanted: Callable[[Tensor], bool] = lambda _: True
+    ) -> None:
         entries, self._spec = pytree.tree_flatten_with_path(tree)
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for _, leaf in entries]
         self._names: list[str | None] = []
@@ -37,8 +40,9 @@ class Tree:
             name = what + pytree.keystr(path)
             if isinstance(leaf, Tensor) and leaf.is_complex():
                 raise TypeError(
-                    f"{name} is complex ({describe(leaf)}), and gradients here are those of real numbers. "
-                    "Pass torch.view_as_real(...) of it and undo that inside inner and outer."
+                    f"{name} is complex ({describe(leaf)}), and gradients here are those of real"
+                    " numbers. Pass torch.view_as_real(...) of it and undo that inside inner and"
+                    " outer."
                 )
             variable = isinstance(leaf, Tensor) and leaf.is_floating_point() and wanted(leaf)
             self._names.append(name if variable else None)
@@ -48,22 +52,32 @@ class Tree:
         if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self._leaves):
             given, purpose = ("x", "differentiate by") if what == "x" else ("init", "solve for")
             raise TypeError(
-                f"{given} holds no floating tensor (got {type(tree).__name__} with {describe(tree)}), so there is nothing to "
-                f"{purpose}. Give a tensor, or a dict, list or tuple of tensors; "
-                "for a module, dict(module.named_parameters())."
+                f"{given} holds no floating tensor (got {type(tree).__name__} with"
+                f" {describe(tree)}), so there is nothing to {purpose}. Give a tensor, or a dict,"
+                " list or tuple of tensors; for a module, dict(module.named_parameters())."
             )
 
     def build(self, tensors: Params) -> Any:
         """The structure with these tensors in place of its variables."""
         return pytree.tree_unflatten(
-            [leaf if n is None else tensors[n] for leaf, n in zip(self._leaves, self._names, strict=True)], self._spec
+            [
+                leaf if n is None else tensors[n]
+                for leaf, n in zip(self._leaves, self._names, strict=True)
+            ],
+            self._spec,
         )
 
     def build_alone(self, tensors: Params) -> Any:
-        """The structure with these tensors in place of its variables, and None in place of its constants."""
-        return pytree.tree_unflatten([None if n is None else tensors[n] for n in self._names], self._spec)
+        """The structure with these tensors in place of its variables, and None in place of its
+        constants.
+        """
+        return pytree.tree_unflatten(
+            [None if n is None else tensors[n] for n in self._names], self._spec
+        )
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """float32 or wider: small differences of what is stored in fewer bits would drown in rounding."""
+    """float32 or wider: small differences of what is stored in fewer bits would drown in
+    rounding.
+    """
     return torch.promote_types(dtype, torch.float32)

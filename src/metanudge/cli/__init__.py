@@ -1,7 +1,7 @@
 """The command line: `metanudge COMMAND …`, or `python -m metanudge COMMAND …`.
 
-A command is a module with `run(argv: list[str]) -> int`; it is listed in `metanudge.cli.commands` and imported when it is called, so that
-`--help` is instant.
+A command is a module with `run(argv: list[str]) -> int`; it is listed in `metanudge.cli.commands`
+and imported when it is called, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ commands:
 {commands}
 
 examples:
-  metanudge train mnist1d                                  the paper's experiment, two minutes on a laptop
+  metanudge train mnist1d                                  the paper's experiment, in two minutes
   metanudge train omniglot --ways 20 --estimator fomaml    another data set, another estimator
   metanudge train photos/ --shots 5                        your own: one sub-folder per class
   metanudge train --resume runs/mnist1d-20260101-120000    go on where a run stopped
@@ -44,14 +44,17 @@ metanudge COMMAND --help says more about a command; metanudge --version prints t
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code. Without `argv` it is the process's own, whose output is made to bear anything."""
+    """Run a command; returns the exit code. Without `argv` it is the process's own, whose output is
+    made to bear anything.
+    """
     if argv is None:
         output.prepare()
         try:
             code = guarded(lambda: _main(sys.argv[1:]))
         except SystemExit as left:  # how the flag parser ends
             code = left.code if isinstance(left.code, int) else EXIT_BAD_INPUT
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on there is nothing to save, and nothing to say
+        # from here on there is nothing to save, and nothing to say
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         return output.finish(code)
     return guarded(lambda: _main(argv))
 
@@ -68,7 +71,10 @@ def _main(arguments: list[str]) -> int:
     command = OWN.get(name) or available().get(name)
     if command is None:
         names = available()
-        errors.report(f"error: there is no command {name!r}.{whence(name) or near(name, names)} The commands are {', '.join(names)}.")
+        errors.report(
+            f"error: there is no command {name!r}.{whence(name) or near(name, names)} The commands"
+            f" are {', '.join(names)}."
+        )
         return EXIT_BAD_INPUT
     _wait_politely_on_a_busy_machine()
     _keep_freed_memory()
@@ -78,18 +84,24 @@ def _main(arguments: list[str]) -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Every meta-step needs the same large blocks again: glibc shall keep them, not hand them back and fault their pages in anew.
+    """Every meta-step needs the same large blocks again: glibc shall keep them, not hand them back
+    and fault their pages in anew.
 
     A meta-step on MNIST-1D takes 7 % less time, and the peak of memory is the same.
     """
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # glibc's alone
+    # glibc's alone
+    if (
+        sys.platform == "linux"
+        and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None
+    ):
         mallopt(_M_MMAP_THRESHOLD, 1 << 25)
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
         mallopt(_M_TOP_PAD, 1 << 26)
 
 
 def _wait_politely_on_a_busy_machine() -> None:
-    """OpenMP's threads spin while they wait: right on idle cores (a step takes half as long), ruinous where other work wants them.
+    """OpenMP's threads spin while they wait: right on idle cores (a step takes half as long),
+    ruinous where other work wants them.
 
     The setting is read when torch is loaded, which no command has done yet.
     """
@@ -98,9 +110,11 @@ def _wait_politely_on_a_busy_machine() -> None:
 
 
 def _busy_share(seconds: float = 0.1) -> float:
-    """The share of the cores' time that others are using right now; 0 where the system does not tell.
+    """The share of the cores' time that others are using right now; 0 where the system does not
+    tell.
 
-    The load average would not do: it remembers the minute before, such as this package's own installation.
+    The load average would not do: it remembers the minute before, such as this package's own
+    installation.
     """
     try:
         first = _cpu_ticks()

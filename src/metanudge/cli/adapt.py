@@ -1,4 +1,6 @@
-"""`metanudge adapt RUN --support DIR --predict DIR --out FILE`: a few examples per class in, labels with probabilities out."""
+"""`metanudge adapt RUN --support DIR --predict DIR --out FILE`: a few examples per class in, labels
+with probabilities out.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,21 @@ examples:
 
 @dataclass(frozen=True)
 class AdaptOptions:
-    """Adapt a trained learner to new classes from a few examples of each, then label files with it or export it.
+    """Adapt a trained learner to new classes from a few examples of each, then label files with it
+    or export it.
 
-    The classes need not have occurred in training; there must be as many as the run has ways. Files are prepared as in training.
-    BatchNorm layers keep the statistics of the support set, so a file's label does not depend on the other files.
+    The classes need not have occurred in training; there must be as many as the run has ways. Files
+    are prepared as in training. BatchNorm layers keep the statistics of the support set, so a
+    file's label does not depend on the other files.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The folder that metanudge train wrote."""
 
     support: Path
-    """Folder with one sub-folder per class that holds a few examples, or a .csv table with a label column."""
+    """Folder with one sub-folder per class that holds a few examples, or a .csv table with a label
+    column.
+    """
 
     predict: Path | None = None
     """Files to label: a folder (sub-folders too), a single file, or a .csv table."""
@@ -48,7 +54,9 @@ class AdaptOptions:
     """Where the labels go: a .csv with file, label, probability, and one column per class."""
 
     export: Path | None = None
-    """New folder for the adapted model: model.safetensors, model.json, and program.pt2 for torch.export."""
+    """New folder for the adapted model: model.safetensors, model.json, and program.pt2 for
+    torch.export.
+    """
 
     program: bool = True
     """Whether --export also writes the torch.export program."""
@@ -63,7 +71,9 @@ class AdaptOptions:
     """Where to compute."""
 
     trust: bool = False
-    """Import and run the code that the run's config.json names as its model (module:attribute). Look at it first."""
+    """Import and run the code that the run's config.json names as its model (module:attribute).
+    Look at it first.
+    """
 
     overwrite: bool = False
     """Replace what --out and --export name, if it exists."""
@@ -71,27 +81,43 @@ class AdaptOptions:
 
 def run(argv: list[str]) -> int:
     """Run the command."""
-    options = tyro.cli(AdaptOptions, args=argv, prog="metanudge adapt", description=f"{cleandoc(AdaptOptions.__doc__ or '')}\n{EXAMPLES}")
+    options = tyro.cli(
+        AdaptOptions,
+        args=argv,
+        prog="metanudge adapt",
+        description=f"{cleandoc(AdaptOptions.__doc__ or '')}\n{EXAMPLES}",
+    )
     from metanudge.training import runs, use
     from metanudge.training.errors import UserError
     from metanudge.training.trust import printable
 
     if (options.predict is None) != (options.out is None):
         given, missing = ("--predict", "--out") if options.out is None else ("--out", "--predict")
-        raise UserError(f"{given} needs {missing}: --predict says which files to label, --out where the labels go.")
+        raise UserError(
+            f"{given} needs {missing}: --predict says which files to label, --out where the"
+            " labels go."
+        )
     if options.out is None and options.export is None:
-        raise UserError("Nothing to do. Label files with --predict DIR --out FILE, or keep the adapted model with --export DIR.")
+        raise UserError(
+            "Nothing to do. Label files with --predict DIR --out FILE, or keep the adapted model"
+            " with --export DIR."
+        )
     if options.steps is not None and options.steps < 1:
         raise UserError(f"--steps {options.steps} is too small. Use 1 or more, or leave it out.")
     if options.export is not None:
         use.check_new_folder(options.export, overwrite=options.overwrite)
     if options.out is not None:
         use.check_new_file(options.out, overwrite=options.overwrite, flag="--out")
-    trained = runs.load(options.run, checkpoint=options.checkpoint, device=options.device, trust=options.trust)
+    trained = runs.load(
+        options.run, checkpoint=options.checkpoint, device=options.device, trust=options.trust
+    )
     classifier = use.adapt(trained, options.support, steps=options.steps)
     print(printable(_adapted(classifier, options.support)))
     if options.predict is not None and options.out is not None:
-        with use.new_file(options.out, overwrite=options.overwrite, flag="--out") as file, progress_bar("labelling", "files") as progress:
+        with (
+            use.new_file(options.out, overwrite=options.overwrite, flag="--out") as file,
+            progress_bar("labelling", "files") as progress,
+        ):
             predictions = _counted(classifier.predict(options.predict), progress)
             written = use.write_predictions(file, classifier.classes, predictions)
         print(printable(_summary(written, classifier, options.out)))
@@ -113,9 +139,15 @@ def _adapted(classifier: Classifier, support: Path) -> str:
 
     each = sorted(set(classifier.counts))
     count = f"{each[0]}" if len(each) == 1 else f"{each[0]} to {each[-1]}"
-    text = f"adapted to {len(classifier.classes)} classes with {count} examples each from {support}: {some(classifier.classes, 8)}"
+    text = (
+        f"adapted to {len(classifier.classes)} classes with {count} examples each from {support}:"
+        f" {some(classifier.classes, 8)}"
+    )
     if classifier.looks_inverted:
-        text += "\nnote: these pictures are mostly dark; Omniglot learners expect dark ink on light paper. Invert them if they are not."
+        text += (
+            "\nnote: these pictures are mostly dark; Omniglot learners expect dark ink on light"
+            " paper. Invert them if they are not."
+        )
     return text
 
 
@@ -127,16 +159,27 @@ def _summary(written: list[Prediction], classifier: Classifier, out: Path) -> st
     lines = [f"{len(written)} examples labelled → {out}"]
     for name in classifier.classes:
         sure = [p.probability for p in written if p.label == name]
-        lines.append(f"  {shown(name):{width}}  {found[name]:5d}" + (f"   mean probability {sum(sure) / len(sure):.2f}" if sure else ""))
+        lines.append(
+            f"  {shown(name):{width}}  {found[name]:5d}"
+            + (f"   mean probability {sum(sure) / len(sure):.2f}" if sure else "")
+        )
     known = [p for p in written if p.truth is not None]
     if known:
         right = sum(p.label == p.truth for p in known)
-        lines.append(f"{right} of the {len(known)} whose class is known are right ({right / len(known):.1%}).")
+        lines.append(
+            f"{right} of the {len(known)} whose class is known are right"
+            f" ({right / len(known):.1%})."
+        )
     return "\n".join(lines)
 
 
 def _exported(folder: Path, program: bool) -> str:
-    text = f"adapted model → {folder}: model.safetensors, model.json" + (", program.pt2" if program else "")
+    text = f"adapted model → {folder}: model.safetensors, model.json" + (
+        ", program.pt2" if program else ""
+    )
     if program:
-        text += f'\n  logits = torch.export.load("{folder}/program.pt2").module()(inputs)   # checked: equal to the model to 1e-5'
+        text += (
+            f'\n  logits = torch.export.load("{folder}/program.pt2").module()(inputs)   # checked:'
+            " equal to the model to 1e-5"
+        )
     return text

@@ -1,7 +1,7 @@
 """Which commands there are: our own, and those that other distributions add.
 
-To add some, a distribution names a dict like `OWN` as an entry point of the group `metanudge.commands`. The dict's module is imported
-for `--help`, so it loads nothing heavy.
+To add some, a distribution names a dict like `OWN` as an entry point of the group
+`metanudge.commands`. The dict's module is imported for `--help`, so it loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ GROUP = "metanudge.commands"
 
 
 class Command(NamedTuple):
-    """One line for `--help`, and the module whose `run(argv: list[str]) -> int` is the command; imported when it is called."""
+    """One line for `--help`, and the module whose `run(argv: list[str]) -> int` is the command;
+    imported when it is called.
+    """
 
     help: str
     module: str
@@ -38,10 +40,17 @@ def available() -> dict[str, Command]:
         try:
             added |= entry.load()
         except ImportError as error:  # a folder installed with -e may be gone
-            report(f"note: the commands of {entry.value} cannot be loaded ({error}). Install it anew, or uninstall it.")
+            report(
+                f"note: the commands of {entry.value} cannot be loaded ({error}). Install it anew,"
+                " or uninstall it."
+            )
     return OWN | {name: command for name, command in added.items() if name not in OWN}
 
 
 def whence(name: str) -> str:
-    """What to install for a command that is not here, for an error message; nothing where we do not know."""
-    return " It is one of metanudge-lab's: pip install metanudge-lab." if name in _OF_THE_LAB else ""
+    """What to install for a command that is not here, for an error message; nothing where we do not
+    know.
+    """
+    return (
+        " It is one of metanudge-lab's: pip install metanudge-lab." if name in _OF_THE_LAB else ""
+    )

@@ -1,4 +1,6 @@
-"""`metanudge data list|fetch|verify`: which data sets there are, where their files lie, and whether those are whole."""
+"""`metanudge data list|fetch|verify`: which data sets there are, where their files lie, and whether
+those are whole.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ examples:
   metanudge data list               what there is, where it lies, its licence
   metanudge data fetch omniglot     download it now instead of at first use
   metanudge data verify             check every file that is there
-  metanudge data verify photos/     check your own folder or .csv: which file is wrong, how many examples per class
+  metanudge data verify photos/     check your own folder or .csv: what is wrong, examples per class
 """
 
 
@@ -45,7 +47,12 @@ SETS = {
         "Lake, Salakhutdinov, Tenenbaum (2015), Science 350(6266)",
         "15 MB downloaded at first use from github.com/brendenlake/omniglot",
     ),
-    "sinusoid": Description("regression: sine waves of random amplitude and phase", "–", "Finn, Abbeel, Levine (2017), MAML, ICML", ""),
+    "sinusoid": Description(
+        "regression: sine waves of random amplitude and phase",
+        "–",
+        "Finn, Abbeel, Levine (2017), MAML, ICML",
+        "",
+    ),
 }
 
 
@@ -54,7 +61,9 @@ class DataOptions:
     """List, fetch or verify data sets."""
 
     action: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="list|fetch|verify")]
-    """list: what there is; fetch NAME: get it now; verify [NAME]: check its files (or your own folder or .csv)."""
+    """list: what there is; fetch NAME: get it now; verify [NAME]: check its files (or your own
+    folder or .csv).
+    """
 
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
     """mnist1d, omniglot or sinusoid; for verify also a path."""
@@ -65,7 +74,12 @@ class DataOptions:
 
 def run(argv: list[str]) -> int:
     """Run the command."""
-    options = tyro.cli(DataOptions, args=argv, prog="metanudge data", description=f"{cleandoc(DataOptions.__doc__ or '')}\n{EXAMPLES}")
+    options = tyro.cli(
+        DataOptions,
+        args=argv,
+        prog="metanudge data",
+        description=f"{cleandoc(DataOptions.__doc__ or '')}\n{EXAMPLES}",
+    )
     from metanudge.names import near
     from metanudge.training.errors import UserError
 
@@ -75,16 +89,24 @@ def run(argv: list[str]) -> int:
         return _list()
     if options.action == "fetch":
         if options.name is None:
-            raise UserError(f"data fetch needs a name: metanudge data fetch NAME, with NAME one of {', '.join(SETS)}.")
+            raise UserError(
+                "data fetch needs a name: metanudge data fetch NAME, with NAME one of"
+                f" {', '.join(SETS)}."
+            )
         return _fetch(_known(options.name))
     if options.action == "verify":
         return _verify(options)
     actions = ("list", "fetch", "verify")
-    raise UserError(f"There is no action {options.action!r}.{near(options.action, actions)} Use one of: {', '.join(actions)}.")
+    raise UserError(
+        f"There is no action {options.action!r}.{near(options.action, actions)} Use one of:"
+        f" {', '.join(actions)}."
+    )
 
 
 def find_files(name: str) -> list[Path]:
-    """The files or folders of a data set that are there, in the order in which they are looked for."""
+    """The files or folders of a data set that are there, in the order in which they are looked
+    for.
+    """
     from metanudge.tasks.cache import cache_folder
 
     if name == "mnist1d":
@@ -92,8 +114,17 @@ def find_files(name: str) -> list[Path]:
     if name != "omniglot":
         return []
     data = os.environ.get("METANUDGE_DATA")
-    folders = [*([Path(data), Path(data) / "omniglot"] if data else []), cache_folder() / "omniglot"]
-    names = ("omniglot_28.npz", "images_background.zip", "images_evaluation.zip", "images_background", "images_evaluation")
+    folders = [
+        *([Path(data), Path(data) / "omniglot"] if data else []),
+        cache_folder() / "omniglot",
+    ]
+    names = (
+        "omniglot_28.npz",
+        "images_background.zip",
+        "images_evaluation.zip",
+        "images_background",
+        "images_evaluation",
+    )
     found = [folder / name for folder in folders for name in names if (folder / name).exists()]
     return found + sorted((cache_folder() / "omniglot").glob("omniglot_28-*.npz"))
 
@@ -103,7 +134,9 @@ def _known(name: str) -> str:
     from metanudge.training.errors import UserError
 
     if name.lower().replace("-", "") not in SETS:
-        raise UserError(f"There is no data set {name!r}.{near(name, SETS)} The data sets are {', '.join(SETS)}.")
+        raise UserError(
+            f"There is no data set {name!r}.{near(name, SETS)} The data sets are {', '.join(SETS)}."
+        )
     return name.lower().replace("-", "")
 
 
@@ -121,8 +154,14 @@ def _list() -> int:
             print(f"  files    none yet: {about.made}")
         for number, file in enumerate(files):
             print(f"  {'files' if number == 0 else '':<8} {file} ({_megabytes(file)})")
-    print("your own: a folder with one sub-folder per class, or a .csv with a label column: metanudge train PATH")
-    print(f"cache: {cache_folder()} (METANUDGE_CACHE changes it); METANUDGE_DATA names a folder with your own copies")
+    print(
+        "your own: a folder with one sub-folder per class, or a .csv with a label column: metanudge"
+        " train PATH"
+    )
+    print(
+        f"cache: {cache_folder()} (METANUDGE_CACHE changes it); METANUDGE_DATA names a folder with"
+        " your own copies"
+    )
     return 0
 
 
@@ -141,7 +180,9 @@ def _fetch(name: str) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{name}: {error}") from error
     for file in find_files(name):
-        print(f"{name}: {file} ({_megabytes(file)}){', was there already' if file in before else ''}")
+        print(
+            f"{name}: {file} ({_megabytes(file)}){', was there already' if file in before else ''}"
+        )
     print("ready.")
     return 0
 
@@ -157,7 +198,10 @@ def _verify(options: DataOptions) -> int:
     for name in names:
         files = find_files(name)
         if not files:
-            print(f"{name}: no files to check" + (f" (metanudge data fetch {name} gets them)" if SETS[name].made else ""))
+            print(
+                f"{name}: no files to check"
+                + (f" (metanudge data fetch {name} gets them)" if SETS[name].made else "")
+            )
         for file in files:
             try:
                 verdict = f"OK     {file}: {_verify_file(name, file)}"
@@ -165,16 +209,23 @@ def _verify(options: DataOptions) -> int:
                 verdict, wrong = f"WRONG  {error}", wrong + 1
             print(verdict)
     if wrong:
-        print(f"{wrong} wrong. Delete a wrong file from the cache and it is made or downloaded again; replace one of your own.")
+        print(
+            f"{wrong} wrong. Delete a wrong file from the cache and it is made or downloaded again;"
+            " replace one of your own."
+        )
     return EXIT_BAD_INPUT if wrong else 0
 
 
 def _is_path(name: str) -> bool:
-    return name.lower().replace("-", "") not in SETS and (os.sep in name or Path(name).exists() or Path(name).suffix == ".csv")
+    return name.lower().replace("-", "") not in SETS and (
+        os.sep in name or Path(name).exists() or Path(name).suffix == ".csv"
+    )
 
 
 def _verify_file(name: str, file: Path) -> str:
-    """What is in a file that is as it should be; `ValueError` names the file and what is wrong with it."""
+    """What is in a file that is as it should be; `ValueError` names the file and what is wrong with
+    it.
+    """
     if name == "mnist1d":
         return _verify_mnist1d(file)
     if file.suffix == ".npz":
@@ -190,7 +241,10 @@ def _verify_mnist1d(file: Path) -> str:
 
     match = re.fullmatch(r"mnist1d-(\d+)-seed(\d+)-v1\.npz", file.name)
     if match is None:
-        raise ValueError(f"{file}: its name is not mnist1d-EXAMPLES-seedSEED-v1.npz, so nothing reads it. Delete it.")
+        raise ValueError(
+            f"{file}: its name is not mnist1d-EXAMPLES-seedSEED-v1.npz, so nothing reads it."
+            " Delete it."
+        )
     x, y = (None, LENGTH), (None,)
     arrays = load_arrays(file, {"x_train": x, "y_train": y, "x_test": x, "y_test": y})
     if arrays is None:
@@ -198,11 +252,15 @@ def _verify_mnist1d(file: Path) -> str:
     fresh = generate(int(match[1]), seed=int(match[2]))._asdict()
     for key, expected in fresh.items():
         if arrays[key].shape != expected.shape:
-            raise ValueError(f"{file}: {key} has shape {arrays[key].shape}, expected {expected.shape}. Delete it; it is generated again.")
+            raise ValueError(
+                f"{file}: {key} has shape {arrays[key].shape}, expected {expected.shape}. Delete"
+                " it; it is generated again."
+            )
         difference = float(np.abs(arrays[key] - expected).max())
         if not difference <= 1e-12:
             raise ValueError(
-                f"{file}: {key} differs from what the recipe gives, by up to {difference:.2g}. Delete it; it is generated again."
+                f"{file}: {key} differs from what the recipe gives, by up to {difference:.2g}."
+                " Delete it; it is generated again."
             )
     return f"{len(fresh['y_train'])} + {len(fresh['y_test'])} examples, equal to the recipe"
 
@@ -218,8 +276,14 @@ def _verify_omniglot_arrays(file: Path) -> str:
     blank = np.argwhere(~arrays.images.any(axis=(2, 3)))
     if len(blank):
         character, drawer = blank[0]
-        raise ValueError(f"{file}: drawing {drawer + 1} of {arrays.names[character]} is blank ({len(blank)} such). Replace it.")
-    return f"{len(arrays.names)} characters × {arrays.images.shape[1]} drawings, sha256 {_digest(file)[:16]}…"
+        raise ValueError(
+            f"{file}: drawing {drawer + 1} of {arrays.names[character]} is blank ({len(blank)}"
+            " such). Replace it."
+        )
+    return (
+        f"{len(arrays.names)} characters × {arrays.images.shape[1]} drawings, sha256"
+        f" {_digest(file)[:16]}…"
+    )
 
 
 def _verify_omniglot_part(path: Path) -> str:
@@ -234,9 +298,15 @@ def _verify_omniglot_part(path: Path) -> str:
         if expected == found:
             note = ", the original archive"
         elif path.parent == cache_folder() / "omniglot":
-            raise ValueError(f"{path} has the wrong checksum: sha256 {found}, expected {expected}. Delete it; it is downloaded again.")
+            raise ValueError(
+                f"{path} has the wrong checksum: sha256 {found}, expected {expected}. Delete it; it"
+                " is downloaded again."
+            )
         else:
-            note = f", not the original archive (sha256 {found[:8]}… instead of {expected[:8]}…) but complete and readable"
+            note = (
+                f", not the original archive (sha256 {found[:8]}… instead of {expected[:8]}…) but"
+                " complete and readable"
+            )
     arrays = read_part(path, CHARACTERS[part])
     return f"{len(arrays.names)} characters × {DRAWERS} drawings{note}"
 
@@ -250,7 +320,10 @@ def _verify_own(path: Path, label: str) -> str:
     from metanudge.training.errors import UserError
 
     if not path.exists():
-        raise UserError(f"There is no file or folder {path}. Give a folder with one sub-folder per class, or a .csv file.")
+        raise UserError(
+            f"There is no file or folder {path}. Give a folder with one sub-folder per class, or a"
+            " .csv file."
+        )
     try:
         if path.is_dir():
             folder = read_folder(path)
@@ -261,11 +334,14 @@ def _verify_own(path: Path, label: str) -> str:
     except (ValueError, TypeError, OSError) as error:
         raise UserError(str(error)) from error
     counts = Counter(labels)
-    smallest, largest = min(counts, key=lambda name: counts[name]), max(counts, key=lambda name: counts[name])
+    smallest, largest = (
+        min(counts, key=lambda name: counts[name]),
+        max(counts, key=lambda name: counts[name]),
+    )
     return (
-        f"OK     {path}: {len(labels)} examples of shape {shape}, {len(counts)} classes\n"
-        f"       fewest: {smallest!r} with {counts[smallest]}, most: {largest!r} with {counts[largest]}; "
-        f"a class needs shots + queries of them (see metanudge train --help)"
+        f"OK     {path}: {len(labels)} examples of shape {shape}, {len(counts)} classes\n      "
+        f" fewest: {smallest!r} with {counts[smallest]}, most: {largest!r} with {counts[largest]};"
+        " a class needs shots + queries of them (see metanudge train --help)"
     )
 
 

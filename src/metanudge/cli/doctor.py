@@ -1,4 +1,6 @@
-"""`metanudge doctor`: what is installed, what is found, and whether meta-gradients come out right on this machine."""
+"""`metanudge doctor`: what is installed, what is found, and whether meta-gradients come out right
+on this machine.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ OPTIONAL = {"tensorboard": "metanudge train --tensorboard", "wandb": "metanudge 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Show versions, devices, memory and data, and what is not reproducible here; check meta-gradients against the exact one.
+    """Show versions, devices, memory and data, and what is not reproducible here; check
+    meta-gradients against the exact one.
 
     Exit code 0 when every check passes, 1 otherwise.
 
@@ -41,7 +44,12 @@ class DoctorOptions:
 
 def run(argv: list[str]) -> int:
     """Run the command."""
-    options = tyro.cli(DoctorOptions, args=argv, prog="metanudge doctor", description=cleandoc(DoctorOptions.__doc__ or ""))
+    options = tyro.cli(
+        DoctorOptions,
+        args=argv,
+        prog="metanudge doctor",
+        description=cleandoc(DoctorOptions.__doc__ or ""),
+    )
     for title, lines in (
         ("versions", versions()),
         ("machine", machine()),
@@ -59,12 +67,22 @@ def run(argv: list[str]) -> int:
     print(f"  {'estimator':<{width}}  {'engine':<8}  relative error  allowed")
     for result in results:
         verdict = "PASS" if result.passed else "FAIL"
-        print(f"  {result.estimator:<{width}}  {result.engine:<8}  {result.error:14.1e}  {result.allowed:7.0e}  {verdict}")
+        print(
+            f"  {result.estimator:<{width}}  {result.engine:<8}  {result.error:14.1e} "
+            f" {result.allowed:7.0e}  {verdict}"
+        )
     failed = sum(not result.passed for result in results)
-    verdict = "all meta-gradients are right" if not failed else f"{failed} of {len(results)} checks FAILED"
+    verdict = (
+        "all meta-gradients are right"
+        if not failed
+        else f"{failed} of {len(results)} checks FAILED"
+    )
     print(f"{verdict} ({time.perf_counter() - started:.1f} s)")
     if failed:
-        print("Meta-gradients on this machine cannot be trusted. Reinstall torch, and report this output if that does not help.")
+        print(
+            "Meta-gradients on this machine cannot be trusted. Reinstall torch, and report this"
+            " output if that does not help."
+        )
     return 1 if failed else 0
 
 
@@ -90,7 +108,13 @@ def machine() -> Iterator[tuple[str, str]]:
 
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "cpu", f"{usable} cores usable, torch threads: {torch.get_num_threads()} (OMP_NUM_THREADS changes it)"
+    yield (
+        "cpu",
+        (
+            f"{usable} cores usable, torch threads: {torch.get_num_threads()} (OMP_NUM_THREADS"
+            " changes it)"
+        ),
+    )
     if (memory := available_memory()) is not None:
         yield "memory", f"{memory / 2**30:.1f} GiB available"
     for number in range(torch.cuda.device_count()):
@@ -105,9 +129,19 @@ def data() -> Iterator[tuple[str, str]]:
     from metanudge.cli.data import find_files
     from metanudge.tasks.cache import cache_folder
 
-    yield "cache", f"{cache_folder()}" + ("" if cache_folder().is_dir() else " (not there yet; made when needed)")
-    yield "own copies", os.environ.get("METANUDGE_DATA", "none named; METANUDGE_DATA names a folder")
-    for name, missing in (("mnist1d", "not cached; generated at first use"), ("omniglot", "not found; metanudge data fetch omniglot")):
+    yield (
+        "cache",
+        f"{cache_folder()}"
+        + ("" if cache_folder().is_dir() else " (not there yet; made when needed)"),
+    )
+    yield (
+        "own copies",
+        os.environ.get("METANUDGE_DATA", "none named; METANUDGE_DATA names a folder"),
+    )
+    for name, missing in (
+        ("mnist1d", "not cached; generated at first use"),
+        ("omniglot", "not found; metanudge data fetch omniglot"),
+    ):
         found = find_files(name)
         yield name, ", ".join(str(path) for path in found) if found else missing
 
@@ -137,10 +171,11 @@ class Check:
 
 
 def self_test() -> list[Check]:
-    """Meta-gradients of the main estimators on both engines, against an implicit gradient made with dense Hessians.
+    """Meta-gradients of the main estimators on both engines, against an implicit gradient made with
+    dense Hessians.
 
-    The inner problem is solved to rounding error, where the implicit gradient and MAML's agree. The oracle uses plain autograd and
-    shares no code with the engines.
+    The inner problem is solved to rounding error, where the implicit gradient and MAML's agree. The
+    oracle uses plain autograd and shares no code with the engines.
     """
     import torch
 
@@ -180,7 +215,9 @@ def _checks() -> list[Check]:
             )
             gradient, _ = learner.meta_gradient(tasks, metrics=False)
             flat = torch.cat([leaf.flatten() for leaf in gradient.values()])
-            checks.append(Check(name, engine, float((flat - oracle).norm() / oracle.norm()), allowed))
+            checks.append(
+                Check(name, engine, float((flat - oracle).norm() / oracle.norm()), allowed)
+            )
     return checks
 
 
@@ -204,7 +241,9 @@ def _problem() -> tuple[torch.nn.Module, TaskBatch]:
 
 
 def _dense_oracle(model: torch.nn.Module, tasks: TaskBatch) -> Tensor:
-    """λ (∇²f̂ + λ)⁻¹ ∇f at the inner optimum, averaged over the tasks; Newton's method and dense Hessians."""
+    """λ (∇²f̂ + λ)⁻¹ ∇f at the inner optimum, averaged over the tasks; Newton's method and dense
+    Hessians.
+    """
     import torch
     from torch.func import functional_call
     from torch.nn.functional import cross_entropy
@@ -214,7 +253,10 @@ def _dense_oracle(model: torch.nn.Module, tasks: TaskBatch) -> Tensor:
 
     def loss(phi: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         parts = phi.split([shape.numel() for shape in shapes.values()])
-        named = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        named = {
+            name: part.view(shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
         return cross_entropy(functional_call(model, named, (batch[0],)), batch[1])
 
     def gradient(phi: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -226,8 +268,16 @@ def _dense_oracle(model: torch.nn.Module, tasks: TaskBatch) -> Tensor:
     for task in tasks:
         phi = theta
         for _ in range(8):
-            system = torch.autograd.functional.hessian(lambda p, task=task: loss(p, task.support), phi) + _LAM * identity
-            phi = phi - torch.linalg.solve(system, gradient(phi, task.support) + _LAM * (phi - theta))
-        system = torch.autograd.functional.hessian(lambda p, task=task: loss(p, task.support), phi) + _LAM * identity
+            system = (
+                torch.autograd.functional.hessian(lambda p, task=task: loss(p, task.support), phi)
+                + _LAM * identity
+            )
+            phi = phi - torch.linalg.solve(
+                system, gradient(phi, task.support) + _LAM * (phi - theta)
+            )
+        system = (
+            torch.autograd.functional.hessian(lambda p, task=task: loss(p, task.support), phi)
+            + _LAM * identity
+        )
         total += _LAM * torch.linalg.solve(system, gradient(phi, task.query)) / len(tasks)
     return total

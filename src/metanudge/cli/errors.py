@@ -7,7 +7,14 @@ import os
 import sys
 from collections.abc import Callable
 
-from metanudge.training.errors import EXIT_BAD_INPUT, EXIT_CANNOT_WRITE, EXIT_OUT_OF_MEMORY, EXIT_SIGINT, StopTraining, UserError
+from metanudge.training.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_CANNOT_WRITE,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_SIGINT,
+    StopTraining,
+    UserError,
+)
 from metanudge.training.signals import Interrupted, StopRequest
 from metanudge.training.trust import printable
 
@@ -15,7 +22,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command. What the user can put right ends with exit code 2 and a message; bugs keep their traceback."""
+    """Run a command. What the user can put right ends with exit code 2 and a message; bugs keep
+    their traceback.
+    """
     with StopRequest() as stop:
         try:
             with stop.interruptible():
@@ -27,15 +36,22 @@ def guarded(command: Callable[[], int]) -> int:
             report(f"error: {error}")
             return _code(error)
         except KeyboardInterrupt as error:
-            report(f"{error if isinstance(error, Interrupted) else 'Interrupted'}; nothing was lost.")
+            report(
+                f"{error if isinstance(error, Interrupted) else 'Interrupted'}; nothing was lost."
+            )
             return error.code if isinstance(error, Interrupted) else EXIT_SIGINT
         except (RuntimeError, MemoryError) as error:
             if type(error).__name__ == "CheckpointError":
                 report(f"error: {error}")
                 return _code(error)
-            if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+            if (
+                isinstance(error, MemoryError)
+                or "allocate memory" in str(error)
+                or "out of memory" in str(error)
+            ):
                 report(
-                    f"Out of memory ({str(error).splitlines()[0]}). Use a smaller model, fewer examples, or a device with more memory."
+                    f"Out of memory ({str(error).splitlines()[0]}). Use a smaller model, fewer"
+                    " examples, or a device with more memory."
                 )
                 return EXIT_OUT_OF_MEMORY
             raise

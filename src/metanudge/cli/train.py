@@ -36,14 +36,20 @@ class Arguments:
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
     resume: Path | None = None
-    """Continue this run, bit for bit (or one of its checkpoints: RUN/checkpoints/NAME). DATA is not needed then."""
+    """Continue this run, bit for bit (or one of its checkpoints: RUN/checkpoints/NAME). DATA is not
+    needed then.
+    """
     config: Path | None = None
     """Take all settings from this file, such as another run's config.json; flags override it."""
     trust: bool = False
-    """Obey the file of --resume or --config also where it names code to import (model module:attribute) or logs to wandb.
-    Look at it first: its code runs as you. A model that you name yourself with --model needs no trust."""
+    """Obey the file of --resume or --config also where it names code to import (model
+    module:attribute) or logs to wandb. Look at it first: its code runs as you. A model that you
+    name yourself with --model needs no trust.
+    """
     allow_changed_data: bool = False
-    """With --resume: go on although the .csv file or folder is not what it was. It is another run from there on."""
+    """With --resume: go on although the .csv file or folder is not what it was. It is another run
+    from there on.
+    """
 
 
 def parse(argv: list[str]) -> Arguments:
@@ -51,14 +57,20 @@ def parse(argv: list[str]) -> Arguments:
     base, origin = TrainConfig(), None
     resume, file = _path(argv, "--resume"), _path(argv, "--config")
     if resume is not None and file is not None:
-        raise UserError("--resume and --config contradict each other: a run has its own configuration. Leave one of them out.")
+        raise UserError(
+            "--resume and --config contradict each other: a run has its own configuration. Leave"
+            " one of them out."
+        )
     if resume is not None:
         origin = _config_of(resume)
         base = _saved(origin)
     elif file is not None:
         origin = file
         if not os.path.lexists(file):
-            raise UserError(f"--config {file}: there is no such file. Give a run's config.json, or leave it out.")
+            raise UserError(
+                f"--config {file}: there is no such file. Give a run's config.json, or leave it"
+                " out."
+            )
         base = dataclasses.replace(TrainConfig.read(file), out=None)
     arguments = tyro.cli(
         Arguments,
@@ -73,9 +85,15 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def _given(argv: list[str], config: TrainConfig) -> set[str]:
-    """The settings whose value comes from the command line, among those that a file is not trusted with."""
+    """The settings whose value comes from the command line, among those that a file is not trusted
+    with.
+    """
     named = {f"{flag}={value}" for flag, value in pairwise(argv)} | set(argv)
-    return {name for name, word in (("model", f"--model={config.model}"), ("wandb", "--wandb")) if word in named}
+    return {
+        name
+        for name, word in (("model", f"--model={config.model}"), ("wandb", "--wandb"))
+        if word in named
+    }
 
 
 def _path(argv: list[str], name: str) -> Path | None:
@@ -90,11 +108,17 @@ def _path(argv: list[str], name: str) -> Path | None:
 
 def _config_of(resume: Path) -> Path:
     # Like `runs.read_config`, which needs torch; a wrong path should be told at once.
-    folder = resume.parent.parent if resume.parent.name == "checkpoints" and not (resume / "config.json").exists() else resume
+    folder = (
+        resume.parent.parent
+        if resume.parent.name == "checkpoints" and not (resume / "config.json").exists()
+        else resume
+    )
     file = folder / "config.json"
     if not os.path.lexists(file):
         what = "is not a run: it has no config.json" if folder.is_dir() else "does not exist"
-        raise UserError(f"--resume {resume}: {folder} {what}. Give the folder that metanudge train wrote.")
+        raise UserError(
+            f"--resume {resume}: {folder} {what}. Give the folder that metanudge train wrote."
+        )
     return file
 
 
@@ -112,8 +136,8 @@ def run(argv: list[str]) -> int:
     config.check()
     if not config.data:
         raise UserError(
-            "What should be trained on? Name the data: metanudge train mnist1d (or omniglot, sinusoid, a folder with one sub-folder "
-            "per class, a .csv file)."
+            "What should be trained on? Name the data: metanudge train mnist1d (or omniglot,"
+            " sinusoid, a folder with one sub-folder per class, a .csv file)."
         )
     from metanudge.training.trainer import train  # loads torch, which --help must not wait for
 

@@ -1,4 +1,6 @@
-"""Warnings as the command line tells them: one line each, without the line of code that they come from."""
+"""Warnings as the command line tells them: one line each, without the line of code that they come
+from.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from metanudge.cli.errors import report
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Tell warnings that are meant for users as notes on stderr; leave those for programmers as they are."""
+    """Tell warnings that are meant for users as notes on stderr; leave those for programmers as
+    they are.
+    """
     with warnings.catch_warnings():
         usual = warnings.showwarning
 

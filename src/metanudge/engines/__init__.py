@@ -1,4 +1,6 @@
-"""Where solves run: many rows at once under `torch.func`, or one at a time on the user's own module."""
+"""Where solves run: many rows at once under `torch.func`, or one at a time on the user's own
+module.
+"""
 
 from metanudge.engines.diagnosis import StackingError
 from metanudge.engines.inner import Cost, Inner, Measured

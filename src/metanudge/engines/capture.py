@@ -1,8 +1,10 @@
-"""Meta-steps recorded once as CUDA graphs and replayed: what was thousands of launches from Python becomes one.
+"""Meta-steps recorded once as CUDA graphs and replayed: what was thousands of launches from Python
+becomes one.
 
-A meta-step on tasks of the same shapes launches the same kernels every time. The first call runs as it is (and warms everything up), the
-second is recorded on copies of its inputs, the others copy their tasks there and replay. What cannot be recorded (random draws in the
-model, a step that waits for the device) goes on running as it is.
+A meta-step on tasks of the same shapes launches the same kernels every time. The first call runs as
+it is (and warms everything up), the second is recorded on copies of its inputs, the others copy
+their tasks there and replay. What cannot be recorded (random draws in the model, a step that waits
+for the device) goes on running as it is.
 """
 
 from __future__ import annotations
@@ -37,11 +39,20 @@ class Captures:
         self._known: OrderedDict[Hashable, _Recording[Any] | str] = OrderedDict()
         self._pool: Any = None
 
-    def run(self, key: Hashable, batch: TaskBatch, compute: Callable[[TaskBatch], Result], *, drew: Callable[[], bool]) -> Result:
-        """What `compute` makes of the batch; its tensors are overwritten by the next run with the same key.
+    def run(
+        self,
+        key: Hashable,
+        batch: TaskBatch,
+        compute: Callable[[TaskBatch], Result],
+        *,
+        drew: Callable[[], bool],
+    ) -> Result:
+        """What `compute` makes of the batch; its tensors are overwritten by the next run with the
+        same key.
 
         Args:
-            key: everything that decides which kernels run on which memory, apart from the tasks' contents.
+            key: everything that decides which kernels run on which memory, apart from the tasks'
+                contents.
             drew: whether the computation just made used random numbers.
         """
         known = self._known.get(key)
@@ -63,7 +74,9 @@ class Captures:
                 self._known.popitem(last=False)
         return result
 
-    def _record(self, batch: TaskBatch, compute: Callable[[TaskBatch], Result]) -> _Recording[Result] | None:
+    def _record(
+        self, batch: TaskBatch, compute: Callable[[TaskBatch], Result]
+    ) -> _Recording[Result] | None:
         copy = batch.mapped(torch.clone)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -74,11 +87,19 @@ class Captures:
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            logger.info("This meta-step cannot be recorded as a CUDA graph and runs as it is: %s", str(error).splitlines()[0])
+            logger.info(
+                "This meta-step cannot be recorded as a CUDA graph and runs as it is: %s",
+                str(error).splitlines()[0],
+            )
             torch.cuda.synchronize()
             return None
         return _Recording(graph, _leaves(copy), result)
 
 
 def _leaves(batch: TaskBatch) -> list[Tensor]:
-    return [leaf for stack in batch.stacks for part in (stack.support, stack.query) for leaf in tensors(part)]
+    return [
+        leaf
+        for stack in batch.stacks
+        for part in (stack.support, stack.query)
+        for leaf in tensors(part)
+    ]

@@ -1,10 +1,12 @@
-"""Plain chains of common layers, for all rows at once with native kernels: rows are folded into channels.
+"""Plain chains of common layers, for all rows at once with native kernels: rows are folded into
+channels.
 
-`vmap` runs any model, but every operation pays for its way through the transform, and batched weights shuffle memory around each layer.
-A model that is an `nn.Sequential` (nested or not) of the layers below needs none of that: a convolution with one weight per row is a
-grouped convolution over `rows × channels`, BatchNorm normalises those channels one by one anyway, elementwise layers and pooling do not
-care, and a linear layer is a batched matrix product. Where first derivatives are enough, convolution blocks at the beginning run as one
-operation (see `trunk`).
+`vmap` runs any model, but every operation pays for its way through the transform, and batched
+weights shuffle memory around each layer. A model that is an `nn.Sequential` (nested or not) of the
+layers below needs none of that: a convolution with one weight per row is a grouped convolution over
+`rows × channels`, BatchNorm normalises those channels one by one anyway, elementwise layers and
+pooling do not care, and a linear layer is a batched matrix product. Where first derivatives are
+enough, convolution blocks at the beginning run as one operation (see `trunk`).
 """
 
 from __future__ import annotations
@@ -41,16 +43,36 @@ from metanudge.engines.trunk.match import halves
 from metanudge.params import Params
 from metanudge.problem import Objective, Problem
 
-ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Sigmoid, nn.Tanh, nn.Identity)
-POOLING = (nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
+ELEMENTWISE = (
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Softplus,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.Identity,
+)
+POOLING = (
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
-_SMALL_PATCH = 32  # numbers that a first layer sees at once, up to which its convolution is best a matrix product
+# numbers that a first layer sees at once, up to which its convolution is best a matrix product
+_SMALL_PATCH = 32
 
 
 @dataclass(frozen=True)
 class Signal:
-    """An activation of all rows: `folded`, `(examples, rows × channels, ...)`, or one matrix a row, `(rows, examples, features)`."""
+    """An activation of all rows: `folded`, `(examples, rows × channels, ...)`, or one matrix a row,
+    `(rows, examples, features)`.
+    """
 
     value: Tensor
     rows: int
@@ -62,7 +84,9 @@ class Signal:
 
     def unfold(self) -> Tensor:
         """`(rows, examples, ...)`."""
-        return self.value.unflatten(1, (self.rows, -1)).transpose(0, 1) if self.folded else self.value
+        return (
+            self.value.unflatten(1, (self.rows, -1)).transpose(0, 1) if self.folded else self.value
+        )
 
 
 Weights = Callable[[nn.Module, str], Tensor | None]
@@ -73,7 +97,9 @@ def _convolve(layer: nn.Conv1d | nn.Conv2d, x: Signal, weights: Weights) -> Sign
     assert weight is not None
     convolve = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
     bias = None if bias is None else bias.flatten(0, 1)
-    y = convolve(x.fold(), weight.flatten(0, 1), bias, layer.stride, layer.padding, layer.dilation, x.rows)
+    y = convolve(
+        x.fold(), weight.flatten(0, 1), bias, layer.stride, layer.padding, layer.dilation, x.rows
+    )
     return Signal(y, x.rows, True)
 
 
@@ -84,17 +110,23 @@ def _convolve_twice(layer: nn.Conv1d | nn.Conv2d, x: Signal, weights: Weights) -
     if isinstance(layer.padding, str):
         return _convolve(layer, x, weights)
     y = convolution.convolve(layer, x.fold(), weight.flatten(0, 1), x.rows, layer.padding)
-    return Signal(y if bias is None else y + bias.flatten().view(-1, *[1] * (y.ndim - 2)), x.rows, True)
+    return Signal(
+        y if bias is None else y + bias.flatten().view(-1, *[1] * (y.ndim - 2)), x.rows, True
+    )
 
 
 def _block_twice(block: Block, tail: Tail, layer: nn.Module, x: Signal, weights: Weights) -> Signal:
-    """A whole block where second derivatives will be taken; the convolution's bias cancels in the normalisation."""
+    """A whole block where second derivatives will be taken; the convolution's bias cancels in the
+    normalisation.
+    """
     weight, _, gamma, beta = _of_block(block, weights)
     assert weight is not None
     gamma, beta = (None if leaf is None else leaf.flatten() for leaf in (gamma, beta))
     if weight[0, 0].numel() <= _SMALL_PATCH and not x.value.requires_grad:
         images = x.unfold()
-        flat = convolution.convolve_patches(convolution.patches(images, block.kernel, block.padding), weight)
+        flat = convolution.convolve_patches(
+            convolution.patches(images, block.kernel, block.padding), weight
+        )
         z = flat.view(images.shape[1], *block.convolved(images.shape[3:]), -1).permute(0, 3, 1, 2)
     else:
         wide, weight = convolution.on_tensor_cores(x.fold(), weight.flatten(0, 1), x.rows)
@@ -108,7 +140,11 @@ def _normalise(layer: nn.BatchNorm1d | nn.BatchNorm2d, x: Signal, weights: Weigh
     use_batch = layer.training or layer.running_mean is None
     mean, variance = (None, None) if use_batch else (layer.running_mean, layer.running_var)
     mean, variance = (None if t is None else t.repeat(x.rows) for t in (mean, variance))
-    y = Signal(F.batch_norm(x.fold(), mean, variance, weight, bias, use_batch, 0.0, layer.eps), x.rows, True)
+    y = Signal(
+        F.batch_norm(x.fold(), mean, variance, weight, bias, use_batch, 0.0, layer.eps),
+        x.rows,
+        True,
+    )
     return y if x.folded else Signal(y.unfold(), x.rows, False)
 
 
@@ -124,7 +160,9 @@ def _flatten(layer: nn.Flatten, x: Signal, weights: Weights) -> Signal:
 
 
 class _Halve(torch.autograd.Function):
-    """Max-pooling by 2 along one axis: on a CPU four times faster than torch's, which keeps indices of a two-dimensional kernel."""
+    """Max-pooling by 2 along one axis: on a CPU four times faster than torch's, which keeps indices
+    of a two-dimensional kernel.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
@@ -230,11 +268,14 @@ class Chain:
         return found
 
     def runs_trunk(self, inputs: Tensor) -> bool:
-        """Whether layers at the beginning run as one operation on inputs `(tasks, examples, ...)`."""
+        """Whether layers at the beginning run as one operation on inputs `(tasks, examples,
+        ...)`.
+        """
         return self._with_trunk(inputs)[1] is not None
 
     def prepare(self, inputs: Tensor) -> list[Data]:
-        """Whatever depends on the inputs `(tasks, examples, ...)` alone: done once, used for all steps and nudges.
+        """Whatever depends on the inputs `(tasks, examples, ...)` alone: done once, used for all
+        steps and nudges.
 
         In several portions where the activations of all tasks would take much memory.
         """
@@ -245,30 +286,53 @@ class Chain:
         limit = rows_at_once(trunk, x)
         each = tasks if limit is None else math.ceil(tasks / math.ceil(tasks / limit))
         portions = [slice(first, min(first + each, tasks)) for first in range(0, tasks, each)]
-        return [Data(portion, inputs[portion], trunk, trunk.prepare(x[portion]), limit) for portion in portions]
+        return [
+            Data(portion, inputs[portion], trunk, trunk.prepare(x[portion]), limit)
+            for portion in portions
+        ]
 
     def join(self, sets: Sequence[list[Data]], rows: int, objective: Objective) -> Data | None:
-        """Prepared sets of examples of the same tasks for `losses_of_sets`, or None where they are better taken one by one."""
+        """Prepared sets of examples of the same tasks for `losses_of_sets`, or None where they are
+        better taken one by one.
+        """
         firsts = [portions[0] for portions in sets]
         trunk = firsts[0].trunk
-        if self._trunk is None or trunk is None or any(len(portions) > 1 or portions[0].trunk is None for portions in sets):
+        if (
+            self._trunk is None
+            or trunk is None
+            or any(len(portions) > 1 or portions[0].trunk is None for portions in sets)
+        ):
             return None
         if sum(rows / first.rows_at_once for first in firsts if first.rows_at_once is not None) > 1:
             return None
         behind = [type(layer) for layer, _ in self._steps[self._trunk.layers :]]
-        apart = behind[-1:] == [nn.Linear] and all(kind in (nn.Flatten, nn.Linear, *ELEMENTWISE) for kind in behind)
-        if not apart or objective.loss is not F.cross_entropy:  # else examples might meet elsewhere than in the blocks
+        apart = behind[-1:] == [nn.Linear] and all(
+            kind in (nn.Flatten, nn.Linear, *ELEMENTWISE) for kind in behind
+        )
+        # else examples might meet elsewhere than in the blocks
+        if not apart or objective.loss is not F.cross_entropy:
             return None
         prepared = join(trunk, [first.prepared for first in firsts])
         return None if prepared is None else replace(firsts[0], prepared=prepared)
 
-    def losses_of_sets(self, data: Data, targets: Tensor, shares: Tensor, phi: Params, into: Params | None = None) -> Tensor:
-        """Sums over all sets `(rows,)` of the examples' cross-entropies times their shares; targets and shares are `(rows, examples)`."""
+    def losses_of_sets(
+        self, data: Data, targets: Tensor, shares: Tensor, phi: Params, into: Params | None = None
+    ) -> Tensor:
+        """Sums over all sets `(rows,)` of the examples' cross-entropies times their shares; targets
+        and shares are `(rows, examples)`.
+        """
         outputs = self.outputs(data, phi, into)
-        return (F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets) * shares).sum(1)
+        return (
+            F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(
+                targets
+            )
+            * shares
+        ).sum(1)
 
     def _with_trunk(self, inputs: Tensor) -> tuple[Tensor, Trunk | None]:
-        """What the layers before the trunk make of the inputs, and the trunk, if there is one for them."""
+        """What the layers before the trunk make of the inputs, and the trunk, if there is one for
+        them.
+        """
         if self._trunk is None:
             return inputs, None
         x = inputs
@@ -277,13 +341,22 @@ class Chain:
         return x, trunk_for(x.device, x.dtype, self._trunk.blocks) if self._trunk.fits(x) else None
 
     def outputs(self, data: Data, phi: Params, into: Params | None = None) -> Tensor:
-        """The model's outputs `(rows, examples, ...)` for parameters with a row axis; rows are nudges × tasks, nudge by nudge.
+        """The model's outputs `(rows, examples, ...)` for parameters with a row axis; rows are
+        nudges × tasks, nudge by nudge.
 
-        Gradients by some of the parameters may be written to `into` as they are made, and are then the same memory.
+        Gradients by some of the parameters may be written to `into` as they are made, and are then
+        the same memory.
         """
         return self._run(data, phi, into, self._steps).unfold()
 
-    def losses(self, data: Data, targets: Tensor, phi: Params, objective: Objective, into: Params | None = None) -> Tensor:
+    def losses(
+        self,
+        data: Data,
+        targets: Tensor,
+        phi: Params,
+        objective: Objective,
+        into: Params | None = None,
+    ) -> Tensor:
         """Losses `(rows,)`; targets have a row axis, `into` is as for `outputs`."""
         last = self._steps[-1][0]
         if not self._has_head(last, objective) or targets.ndim != 2 or targets.dtype != torch.long:
@@ -296,21 +369,31 @@ class Chain:
         x = self._run(data, phi, into, self._steps[:-1]).unfold().float()
         return cross_entropy(x, weight, bias, targets, (place(last, "weight"), place(last, "bias")))
 
-    def losses_layer_by_layer(self, inputs: Tensor, targets: Tensor, phi: Params, objective: Objective) -> Tensor:
-        """Losses `(rows,)` made of operations that can be differentiated twice; targets have a row axis."""
+    def losses_layer_by_layer(
+        self, inputs: Tensor, targets: Tensor, phi: Params, objective: Objective
+    ) -> Tensor:
+        """Losses `(rows,)` made of operations that can be differentiated twice; targets have a row
+        axis.
+        """
         steps = [(layer, _TWICE.get(step, step)) for layer, step in self._steps]
         if self._trunk is not None:
             before, blocks, layers = self._trunk.before, self._trunk.blocks, self._trunk.layers
             tail = tail_for(self._with_trunk(inputs)[1], blocks)
             if tail is not None:
-                middle: list[tuple[nn.Module, Step]] = [(block.conv, partial(_block_twice, block, tail)) for block in blocks]
+                middle: list[tuple[nn.Module, Step]] = [
+                    (block.conv, partial(_block_twice, block, tail)) for block in blocks
+                ]
                 steps = [*steps[: len(before)], *middle, *steps[layers:]]
         outputs = self._run(Data(slice(0, len(inputs)), inputs), phi, None, steps).unfold()
         return losses_of_rows(objective)(outputs, targets)
 
     def _has_head(self, last: nn.Module, objective: Objective) -> bool:
         """Whether the model ends in what `head` does on a CUDA device."""
-        if not isinstance(last, nn.Linear) or objective.loss is not F.cross_entropy or last.weight.dtype != torch.float32:
+        if (
+            not isinstance(last, nn.Linear)
+            or objective.loss is not F.cross_entropy
+            or last.weight.dtype != torch.float32
+        ):
             return False
         if self._device.type != "cuda" or not triton_works():
             return False
@@ -327,7 +410,11 @@ class Chain:
             if parameter is None:
                 return None
             known = self._names.get(id(parameter))
-            return phi[known] if known is not None else parameter.detach().expand(rows, *parameter.shape)
+            return (
+                phi[known]
+                if known is not None
+                else parameter.detach().expand(rows, *parameter.shape)
+            )
 
         return weights
 
@@ -336,22 +423,35 @@ class Chain:
 
         def place(layer: nn.Module, name: str) -> Tensor | None:
             parameter = getattr(layer, name)
-            once = parameter is not None and self._uses[id(parameter)] == 1  # else what autograd sums up would be one memory
+            # else what autograd sums up would be one memory
+            once = parameter is not None and self._uses[id(parameter)] == 1
             known = self._names.get(id(parameter)) if once else None
             return None if known is None or into is None else into[known]
 
         return place
 
-    def _run(self, data: Data, phi: Params, into: Params | None, steps: list[tuple[nn.Module, Step]]) -> Signal:
+    def _run(
+        self, data: Data, phi: Params, into: Params | None, steps: list[tuple[nn.Module, Step]]
+    ) -> Signal:
         weights, rows = self._weights(phi), next(iter(phi.values())).shape[0]
         if data.trunk is None:
             times = rows // data.inputs.shape[0]
-            x = Signal(data.inputs.repeat(times, *[1] * (data.inputs.ndim - 1)) if times > 1 else data.inputs, rows, False)
+            x = Signal(
+                (
+                    data.inputs.repeat(times, *[1] * (data.inputs.ndim - 1))
+                    if times > 1
+                    else data.inputs
+                ),
+                rows,
+                False,
+            )
         else:
             assert self._trunk is not None
             blocks, place = self._trunk.blocks, self._places(into)
             places = [BlockPlaces(*_of_block(block, place)) for block in blocks]
-            outputs = data.trunk.outputs(data.prepared, [_block_weights(block, weights) for block in blocks], places)
+            outputs = data.trunk.outputs(
+                data.prepared, [_block_weights(block, weights) for block in blocks], places
+            )
             x = Signal(outputs, rows, False)
             steps = steps[self._trunk.layers :]
         for layer, step in steps:
@@ -360,7 +460,12 @@ class Chain:
 
 
 def _of_block(block: Block, get: Weights) -> tuple[Tensor | None, ...]:
-    return get(block.conv, "weight"), get(block.conv, "bias"), get(block.norm, "weight"), get(block.norm, "bias")
+    return (
+        get(block.conv, "weight"),
+        get(block.conv, "bias"),
+        get(block.norm, "weight"),
+        get(block.norm, "bias"),
+    )
 
 
 def _block_weights(block: Block, weights: Weights) -> BlockWeights:
@@ -370,13 +475,17 @@ def _block_weights(block: Block, weights: Weights) -> BlockWeights:
 
 
 def losses_of_rows(objective: Objective) -> Callable[[Tensor, Tensor], Tensor]:
-    """Losses `(rows,)` of outputs and targets with a row axis; the usual one of classifiers without the way through `vmap`."""
+    """Losses `(rows,)` of outputs and targets with a row axis; the usual one of classifiers without
+    the way through `vmap`.
+    """
     one_by_one: Callable[[Tensor, Tensor], Tensor] = vmap(objective.judge_loss, randomness="same")
 
     def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.ndim != 3 or targets.ndim != 2 or targets.dtype != torch.long:
             return one_by_one(outputs, targets)
-        each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(
+            targets
+        )
         return each.sum(1) / (targets != -100).sum(1)  # torch leaves examples with this label out
 
     return cross_entropy if objective.loss is F.cross_entropy else one_by_one
@@ -384,7 +493,12 @@ def losses_of_rows(objective: Objective) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _watched(module: nn.Module) -> bool:
     """Whether somebody's hooks expect to see this module run."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return any(hooks) or "parametrizations" in module._modules
 
 

@@ -29,7 +29,9 @@ Part = tuple[Batch, str, Tensor | None]
 
 @dataclass
 class Joined:
-    """Support and query sets that are evaluated together, with targets `(rows, examples)` and how much each example counts in its set."""
+    """Support and query sets that are evaluated together, with targets `(rows, examples)` and how
+    much each example counts in its set.
+    """
 
     data: Data
     targets: Tensor
@@ -38,7 +40,9 @@ class Joined:
     _last: tuple[Tensor, Tensor] | None = None
 
     def weighted(self, weight: Tensor) -> Tensor:
-        """Shares in the sum of the support's mean loss and the query's times the rows' weight; kept for the next step."""
+        """Shares in the sum of the support's mean loss and the query's times the rows' weight; kept
+        for the next step.
+        """
         if self._last is None or self._last[0] is not weight:
             first, others = self.shares.tensor_split([self.support], 1)
             self._last = weight, torch.cat([first, others * weight.unsqueeze(1)], 1)
@@ -48,7 +52,9 @@ class Joined:
 class ChainedInner(StackedInner):
     """Tasks of equal shape side by side, for a model that is a chain."""
 
-    def __init__(self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost) -> None:
+    def __init__(
+        self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost
+    ) -> None:
         super().__init__(problem, stack, nudges_at_once, draws, cost)
         chain = Chain.of(problem)
         assert chain is not None
@@ -66,33 +72,56 @@ class ChainedInner(StackedInner):
         """Zero displacements, in one matrix."""
         dtype = next(iter(self.problem.theta_dtypes.values()))
         theta = self._flat_theta
-        return theta.like(torch.zeros(rows, theta.matrix.numel(), dtype=dtype, device=self.problem.device))
+        return theta.like(
+            torch.zeros(rows, theta.matrix.numel(), dtype=dtype, device=self.problem.device)
+        )
 
-    def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
+    def oracle(
+        self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
+    ) -> NudgedOracle:
         """Where kernels for it exist, oracles that descend in one pass over memory."""
         if shift is not None or not _fuses(self.problem):
             return super().oracle(offsets, nudge, force, shift)
         return FusedOracle(self, offsets, nudge, force, None)
 
-    def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
+    def data_gradient(
+        self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params]:
         """Losses and gradient of f̂ + ν f for all rows."""
         self._count(num_rows(d), offsets)
         return self._gradient(d, self._parts(offsets, step, batch_size), step)
 
-    def gradient_at_theta(self, d: Params, offsets: Tensor | None, batch_size: int | None) -> tuple[Tensor, Params]:
-        """At θ all nudges of a task are alike: one evaluation a task serves them all, in this solve and in later ones."""
+    def gradient_at_theta(
+        self, d: Params, offsets: Tensor | None, batch_size: int | None
+    ) -> tuple[Tensor, Params]:
+        """At θ all nudges of a task are alike: one evaluation a task serves them all, in this solve
+        and in later ones.
+        """
         rows = num_rows(d)
         self._count(rows, offsets)
-        losses, g = (known.repeat(rows // self.tasks, *[1] * (known.ndim - 1)) for known in self._at_theta("support", batch_size))
+        losses, g = (
+            known.repeat(rows // self.tasks, *[1] * (known.ndim - 1))
+            for known in self._at_theta("support", batch_size)
+        )
         if offsets is not None:
-            query = (known.repeat(rows // self.tasks, *[1] * (known.ndim - 1)) for known in self._at_theta("query", None))
-            losses, g = (torch.addcmul(a, b, offsets.view(-1, *[1] * (b.ndim - 1))) for a, b in zip((losses, g), query, strict=True))
+            query = (
+                known.repeat(rows // self.tasks, *[1] * (known.ndim - 1))
+                for known in self._at_theta("query", None)
+            )
+            losses, g = (
+                torch.addcmul(a, b, offsets.view(-1, *[1] * (b.ndim - 1)))
+                for a, b in zip((losses, g), query, strict=True)
+            )
         return losses, self._flat_theta.like(g)
 
     def _at_theta(self, which: str, batch_size: int | None) -> tuple[Tensor, Tensor]:
         """Losses and gradients of the tasks at θ in the first inner step."""
         if (which, batch_size) not in self._first:
-            batch = self._minibatch_of_support(0, batch_size) if which == "support" else self._stack.query
+            batch = (
+                self._minibatch_of_support(0, batch_size)
+                if which == "support"
+                else self._stack.query
+            )
             losses, g = self._gradient(self.zeros(self.tasks), [(batch, which, None)], 0)
             self._first[which, batch_size] = losses, g.matrix
         return self._first[which, batch_size]
@@ -104,22 +133,37 @@ class ChainedInner(StackedInner):
         self.cost.query_gradients += num_rows(d)
         return self._gradient(d, [(self._stack.query, "query", None)], step)[1]
 
-    def data_hvp(self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params, Params]:
-        """Losses, gradient and Hessian-vector product, backwards twice: the Hessian is symmetric."""
+    def data_hvp(
+        self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params, Params]:
+        """Losses, gradient and Hessian-vector product, backwards twice: the Hessian is
+        symmetric.
+        """
         phi, parts = self._moved(d), self._parts(offsets, step, batch_size)
 
         def run() -> tuple[Tensor, Params, Params]:
             leaves = {n: leaf.detach().requires_grad_() for n, leaf in phi.items()}
             losses = torch.stack([self._smooth(leaves, part, step) for part in parts]).sum(0)
-            g = torch.autograd.grad(losses.sum(), list(leaves.values()), create_graph=True, materialize_grads=True)
-            bent = [(leaf, v[n].to(leaf.dtype)) for n, leaf in zip(leaves, g, strict=True) if leaf.requires_grad]
+            g = torch.autograd.grad(
+                losses.sum(), list(leaves.values()), create_graph=True, materialize_grads=True
+            )
+            bent = [
+                (leaf, v[n].to(leaf.dtype))
+                for n, leaf in zip(leaves, g, strict=True)
+                if leaf.requires_grad
+            ]
             hv: Sequence[Tensor]
             if bent:
                 outputs, along = zip(*bent, strict=True)
-                hv = torch.autograd.grad(outputs, list(leaves.values()), along, materialize_grads=True)
+                hv = torch.autograd.grad(
+                    outputs, list(leaves.values()), along, materialize_grads=True
+                )
             else:
                 hv = [torch.zeros_like(leaf) for leaf in g]
-            first, second = ({n: x.detach().to(d[n].dtype) for n, x in zip(leaves, xs, strict=True)} for xs in (g, hv))
+            first, second = (
+                {n: x.detach().to(d[n].dtype) for n, x in zip(leaves, xs, strict=True)}
+                for xs in (g, hv)
+            )
             return losses.detach(), first, second
 
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels know no second derivatives
@@ -136,7 +180,10 @@ class ChainedInner(StackedInner):
         force, mu = proximal.bind(self._theta, {})
 
         def run() -> tuple[Params, Params, list[Tensor], list[Tensor]]:
-            theta = {n: leaf.detach().repeat(self.tasks, *[1] * leaf.ndim).requires_grad_() for n, leaf in self._theta.items()}
+            theta = {
+                n: leaf.detach().repeat(self.tasks, *[1] * leaf.ndim).requires_grad_()
+                for n, leaf in self._theta.items()
+            }
 
             def moved(d: Params) -> Params:
                 return {n: (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
@@ -147,8 +194,12 @@ class ChainedInner(StackedInner):
                     return self._gradient(d, [part], step)
                 phi = moved(d)
                 loss = self._smooth(phi, part, step)
-                g = torch.autograd.grad(loss.sum(), list(phi.values()), create_graph=True, materialize_grads=True)
-                return loss.detach(), {n: leaf.to(d[n].dtype) for n, leaf in zip(phi, g, strict=True)}
+                g = torch.autograd.grad(
+                    loss.sum(), list(phi.values()), create_graph=True, materialize_grads=True
+                )
+                return loss.detach(), {
+                    n: leaf.to(d[n].dtype) for n, leaf in zip(phi, g, strict=True)
+                }
 
             losses, residuals = [], []
 
@@ -159,11 +210,18 @@ class ChainedInner(StackedInner):
                 residuals.append(norm({n: leaf.detach() for n, leaf in g.items()}))
                 return g
 
-            d = unroll(solver, dict(self.zeros(self.tasks)), gradient, strong_convexity=mu, last=unrolled)
+            d = unroll(
+                solver, dict(self.zeros(self.tasks)), gradient, strong_convexity=mu, last=unrolled
+            )
             still = {n: leaf.detach() for n, leaf in d.items()}
-            along = self._gradient(still, [(self._stack.query, "query", None)], 0)[1]  # its own second derivatives are not wanted
+            # its own second derivatives are not wanted
+            along = self._gradient(still, [(self._stack.query, "query", None)], 0)[1]
             ends = moved(d)
-            found = torch.autograd.grad([*ends.values()], [*theta.values()], [along[n].to(leaf.dtype) for n, leaf in ends.items()])
+            found = torch.autograd.grad(
+                [*ends.values()],
+                [*theta.values()],
+                [along[n].to(leaf.dtype) for n, leaf in ends.items()],
+            )
             return dict(zip(theta, found, strict=True)), still, losses, residuals
 
         with sdpa_kernel(SDPBackend.MATH):
@@ -179,7 +237,11 @@ class ChainedInner(StackedInner):
         with torch.no_grad():
             phi, values = self._moved(d), []
             for rows, data, targets in self._portions(self._stack.query, "query", num_rows(d)):
-                outputs = self._seeded(partial(self._chain.outputs, data, {n: p[rows] for n, p in phi.items()}), 0, "query")
+                outputs = self._seeded(
+                    partial(self._chain.outputs, data, {n: p[rows] for n, p in phi.items()}),
+                    0,
+                    "query",
+                )
                 values.append(self._explained(partial(judge, outputs, targets)))
         return Measured(*(torch.cat(column) for column in zip(*values, strict=True)))
 
@@ -197,7 +259,9 @@ class ChainedInner(StackedInner):
         return losses if weight is None else losses * weight
 
     def _gradient(self, d: Params, parts: list[Part], step: int) -> tuple[Tensor, Flat]:
-        """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of their sum has every row's."""
+        """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of
+        their sum has every row's.
+        """
         number = num_rows(d)
         joined, weight = self._join(parts, number), parts[-1][2]
         if joined is not None and weight is not None:
@@ -209,11 +273,19 @@ class ChainedInner(StackedInner):
             losses, found = [], theta.like(theta.matrix.new_empty(number, theta.matrix.numel()))
             for rows, data, targets in self._portions(batch, which, number):
                 some = rows != slice(0, number)
-                leaves = {n: (leaf[rows] if some else leaf).detach().requires_grad_() for n, leaf in phi.items()}
+                leaves = {
+                    n: (leaf[rows] if some else leaf).detach().requires_grad_()
+                    for n, leaf in phi.items()
+                }
                 into = {n: leaf[rows] for n, leaf in found.items()} if some else found
-                value = self._seeded(partial(self._chain.losses, data, targets, leaves, objective, into), step, which)
+                value = self._seeded(
+                    partial(self._chain.losses, data, targets, leaves, objective, into), step, which
+                )
                 value = value if weight is None else value * weight[rows]
-                _collect(torch.autograd.grad(value.sum(), list(leaves.values()), materialize_grads=True), into)
+                _collect(
+                    torch.autograd.grad(value.sum(), list(leaves.values()), materialize_grads=True),
+                    into,
+                )
                 losses.append(value.detach())
             value = torch.cat(losses) if len(losses) > 1 else losses[0]
             total = value if total is None else total + value
@@ -227,7 +299,11 @@ class ChainedInner(StackedInner):
 
     def _join(self, parts: list[Part], rows: int) -> Joined | None:
         """Support and query together, if both are wanted and it pays."""
-        if len(parts) == 1 or parts[0][0] is not self._stack.support or self.problem.device.type != "cpu":
+        if (
+            len(parts) == 1
+            or parts[0][0] is not self._stack.support
+            or self.problem.device.type != "cpu"
+        ):
             return None
         if rows not in self._joined:
             self._joined[rows] = self._explained(lambda: self._joined_sets(rows))
@@ -235,15 +311,21 @@ class ChainedInner(StackedInner):
 
     def _joined_sets(self, rows: int) -> Joined | None:
         (inputs, targets), (_, other) = self._stack.support, self._stack.query
-        if not all(isinstance(t, Tensor) and t.ndim == 2 and t.dtype == torch.long for t in (targets, other)):
+        if not all(
+            isinstance(t, Tensor) and t.ndim == 2 and t.dtype == torch.long
+            for t in (targets, other)
+        ):
             return None
         sets = [self._data(self._stack.support, "support"), self._data(self._stack.query, "query")]
         data = self._chain.join(sets, rows, self.problem.objective)
         if data is None:
             return None
-        counted = [(t != -100).to(inputs.dtype) for t in (targets, other)]  # torch leaves examples with this label out
+        # torch leaves examples with this label out
+        counted = [(t != -100).to(inputs.dtype) for t in (targets, other)]
         shares = torch.cat([c / c.sum(1, keepdim=True) for c in counted], 1)
-        labels, shares = (repeated(t, rows // self.tasks) for t in (torch.cat([targets, other], 1), shares))
+        labels, shares = (
+            repeated(t, rows // self.tasks) for t in (torch.cat([targets, other], 1), shares)
+        )
         return Joined(data, labels, shares, targets.shape[1])
 
     def _gradient_of_both(self, d: Params, joined: Joined, weight: Tensor) -> tuple[Tensor, Flat]:
@@ -252,9 +334,18 @@ class ChainedInner(StackedInner):
         leaves = {n: leaf.detach().requires_grad_() for n, leaf in self._moved(d).items()}
         theta = self._flat_theta
         found = theta.like(theta.matrix.new_empty(num_rows(d), theta.matrix.numel()))
-        run = partial(self._chain.losses_of_sets, joined.data, joined.targets, joined.weighted(weight), leaves, found)
+        run = partial(
+            self._chain.losses_of_sets,
+            joined.data,
+            joined.targets,
+            joined.weighted(weight),
+            leaves,
+            found,
+        )
         losses = self._explained(run)
-        _collect(torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True), found)
+        _collect(
+            torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True), found
+        )
         return losses.detach(), self._in_dtype_of(d, found)
 
     def _in_dtype_of(self, d: Params, found: Flat) -> Flat:
@@ -270,7 +361,9 @@ class ChainedInner(StackedInner):
 
         return self._explained(seeded)
 
-    def _portions(self, batch: Batch, which: str, rows: int) -> Iterator[tuple[slice, Data, Tensor]]:
+    def _portions(
+        self, batch: Batch, which: str, rows: int
+    ) -> Iterator[tuple[slice, Data, Tensor]]:
         """The rows that the chain takes at once, with their tasks' data and targets."""
         portions, targets = self._data(batch, which), batch[1]
         limit = portions[0].rows_at_once
@@ -279,7 +372,11 @@ class ChainedInner(StackedInner):
             return
         for first in range(0, rows, self.tasks):
             for data in portions:
-                yield slice(first + data.tasks.start, first + data.tasks.stop), data, targets[data.tasks]
+                yield (
+                    slice(first + data.tasks.start, first + data.tasks.stop),
+                    data,
+                    targets[data.tasks],
+                )
 
     def _data(self, batch: Batch, which: str) -> list[Data]:
         """What the chain makes of a batch's inputs, once for all steps and nudges."""
@@ -287,7 +384,10 @@ class ChainedInner(StackedInner):
         known = self._prepared.get(which)
         if known is None or known[0] is not inputs:
             with torch.no_grad():
-                known = self._prepared[which] = (inputs, self._explained(partial(self._chain.prepare, inputs)))
+                known = self._prepared[which] = (
+                    inputs,
+                    self._explained(partial(self._chain.prepare, inputs)),
+                )
         return known[1]
 
     def _moved(self, d: Params) -> Params:
@@ -301,16 +401,25 @@ class ChainedInner(StackedInner):
 class FusedOracle(NudgedOracle):
     """Nudged problems on a CUDA device that take a whole step of gradient descent in one kernel."""
 
-    def descend(self, d: Params, lr: float, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
+    def descend(
+        self, d: Params, lr: float, step: int = 0, batch_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """d ← d − lr ∇g(d), in place; data losses and ‖∇g‖ at the old d."""
         from metanudge.engines import fused
 
         loss, g = self.data_gradient(d, step, batch_size)
         proximal, pull = self.inner.problem.proximal, self._pull
-        if isinstance(d, Flat) and isinstance(g, Flat) and isinstance(proximal, Diagonal) and isinstance(pull, Flat | None):
+        if (
+            isinstance(d, Flat)
+            and isinstance(g, Flat)
+            and isinstance(proximal, Diagonal)
+            and isinstance(pull, Flat | None)
+        ):
             assert proximal.common is not None
             matrix = None if pull is None else pull.matrix
-            return loss, fused.step(d.matrix, g.matrix, proximal.common, matrix, self._pull_scale, lr)
+            return loss, fused.step(
+                d.matrix, g.matrix, proximal.common, matrix, self._pull_scale, lr
+            )
         self.complete(g, d)
         for name, leaf in d.items():
             leaf.add_(g[name], alpha=-lr)
@@ -319,11 +428,21 @@ class FusedOracle(NudgedOracle):
 
 def _collect(gradients: Sequence[Tensor], into: Params) -> None:
     """Copy gradients to where they belong, unless they are there."""
-    pairs = [(place, g) for place, g in zip(into.values(), gradients, strict=True) if place.data_ptr() != g.data_ptr()]
+    pairs = [
+        (place, g)
+        for place, g in zip(into.values(), gradients, strict=True)
+        if place.data_ptr() != g.data_ptr()
+    ]
     if pairs:
         torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
 
 
 def _fuses(problem: Problem) -> bool:
-    on_cuda = problem.device.type == "cuda" and triton_works() and set(problem.theta_dtypes.values()) == {torch.float32}
-    return on_cuda and isinstance(problem.proximal, Diagonal) and problem.proximal.common is not None
+    on_cuda = (
+        problem.device.type == "cuda"
+        and triton_works()
+        and set(problem.theta_dtypes.values()) == {torch.float32}
+    )
+    return (
+        on_cuda and isinstance(problem.proximal, Diagonal) and problem.proximal.common is not None
+    )

@@ -1,4 +1,6 @@
-"""Whether kernels may be built for the device at hand (Triton) and meta-steps recorded (CUDA graphs)."""
+"""Whether kernels may be built for the device at hand (Triton) and meta-steps recorded (CUDA
+graphs).
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,14 @@ def compiles() -> bool:
 
 
 def triton_works() -> bool:
-    """Whether kernels may be built, Triton is there (it comes with torch for CUDA) and knows the current device."""
+    """Whether kernels may be built, Triton is there (it comes with torch for CUDA) and knows the
+    current device.
+    """
     return compiles() and _triton_is_there()
 
 
 @cache
 def _triton_is_there() -> bool:
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability() >= (8, 0)
+    return importlib.util.find_spec(
+        "triton"
+    ) is not None and torch.cuda.get_device_capability() >= (8, 0)

@@ -1,7 +1,8 @@
 """Convolutions that can be differentiated twice with native kernels only.
 
-torch takes second derivatives of a grouped convolution group by group, in a loop; here rows are groups, and there are many. Both passes
-are convolutions, and so are the derivatives of the way back. Where the inputs are data and their patches small, all are matrix products.
+torch takes second derivatives of a grouped convolution group by group, in a loop; here rows are
+groups, and there are many. Both passes are convolutions, and so are the derivatives of the way
+back. Where the inputs are data and their patches small, all are matrix products.
 """
 
 from __future__ import annotations
@@ -26,16 +27,24 @@ class _How:
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """The convolution."""
-        return torch.ops.aten.convolution(x, weight, None, self.stride, self.padding, self.dilation, False, [0], self.groups)
+        return torch.ops.aten.convolution(
+            x, weight, None, self.stride, self.padding, self.dilation, False, [0], self.groups
+        )
 
-    def backward(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    def backward(
+        self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
         """⟨g, ·⟩ differentiated by x and by the weight, where wanted."""
         how = (self.stride, self.padding, self.dilation, False, [0], self.groups)
-        dx, dweight, _ = torch.ops.aten.convolution_backward(g, x, weight, None, *how, [*wanted, False])
+        dx, dweight, _ = torch.ops.aten.convolution_backward(
+            g, x, weight, None, *how, [*wanted, False]
+        )
         return dx, dweight
 
 
-def convolve(layer: nn.Conv1d | nn.Conv2d, x: Tensor, weight: Tensor, groups: int, padding: tuple[int, ...]) -> Tensor:
+def convolve(
+    layer: nn.Conv1d | nn.Conv2d, x: Tensor, weight: Tensor, groups: int, padding: tuple[int, ...]
+) -> Tensor:
     """The layer's convolution with other weights, groups and padding, without its bias."""
     if torch.is_autocast_enabled(x.device.type):
         x, weight = (leaf.to(torch.get_autocast_dtype(x.device.type)) for leaf in (x, weight))
@@ -44,7 +53,9 @@ def convolve(layer: nn.Conv1d | nn.Conv2d, x: Tensor, weight: Tensor, groups: in
 
 
 def on_tensor_cores(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Images and weights as cuDNN's kernels on tensor cores want them: channels last, and not too few of them (zeros do no harm)."""
+    """Images and weights as cuDNN's kernels on tensor cores want them: channels last, and not too
+    few of them (zeros do no harm).
+    """
     missing = _FEWEST_CHANNELS - weight.shape[1]
     if missing > 0:
         x = F.pad(x.unflatten(1, (groups, -1)), (0, 0, 0, 0, 0, missing)).flatten(1, 2)
@@ -53,7 +64,9 @@ def on_tensor_cores(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Ten
 
 
 def windows_of(x: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]) -> Tensor:
-    """What a convolution of stride 1 sees of `(rows, examples, channels, *spatial)`: a view with `(*convolved, channels, *kernel)`."""
+    """What a convolution of stride 1 sees of `(rows, examples, channels, *spatial)`: a view with
+    `(*convolved, channels, *kernel)`.
+    """
     x = F.pad(x, tuple(p for size in reversed(padding) for p in (size, size)))
     for axis, size in enumerate(kernel, 3):
         x = x.unfold(axis, size, 1)
@@ -72,7 +85,9 @@ def patches(x: Tensor, kernel: tuple[int, ...], padding: tuple[int, ...]) -> Ten
 
 
 def convolve_patches(seen: Tensor, weight: Tensor) -> Tensor:
-    """Outputs `(pixels, rows, co)` of a convolution with weights `(rows, co, ci, height, width)` on patches without a gradient."""
+    """Outputs `(pixels, rows, co)` of a convolution with weights `(rows, co, ci, height, width)` on
+    patches without a gradient.
+    """
     flat = weight.flatten(2)
     flat = F.pad(flat, (0, seen.shape[2] - flat.shape[2]))
     if torch.is_autocast_enabled(seen.device.type):
@@ -82,7 +97,9 @@ def convolve_patches(seen: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Outputs `(pixels, rows, co)` from patches `(rows, pixels, features)` and weights `(rows, co, features)`."""
+    """Outputs `(pixels, rows, co)` from patches `(rows, pixels, features)` and weights `(rows, co,
+    features)`.
+    """
 
     @staticmethod
     def forward(ctx: Any, seen: Tensor, weight: Tensor) -> Tensor:
@@ -126,7 +143,9 @@ class _Convolution(torch.autograd.Function):
 
 class _Back(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, how: _How, wanted: tuple[bool, bool]) -> Any:
+    def forward(
+        ctx: Any, g: Tensor, x: Tensor, weight: Tensor, how: _How, wanted: tuple[bool, bool]
+    ) -> Any:
         ctx.save_for_backward(g, x, weight)
         ctx.set_materialize_grads(False)
         ctx.how = how
@@ -144,5 +163,9 @@ class _Back(torch.autograd.Function):
         if along_weight is not None:
             more = ctx.how.forward(x, along_weight)
             dg = more if dg is None else dg.add_(more)
-            dx = ctx.how.backward(g, x, along_weight, (True, False))[0] if ctx.needs_input_grad[1] else None
+            dx = (
+                ctx.how.backward(g, x, along_weight, (True, False))[0]
+                if ctx.needs_input_grad[1]
+                else None
+            )
         return dg, dx, dweight, None, None

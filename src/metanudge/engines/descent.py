@@ -1,4 +1,6 @@
-"""Gradient descent that takes every parameter's gradient as soon as autograd has it, and never holds a whole one."""
+"""Gradient descent that takes every parameter's gradient as soon as autograd has it, and never
+holds a whole one.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ from metanudge.params import Params
 Take = Callable[[str, Tensor], None]
 _LEFT = 0.02  # of all entries, in parameters whose gradients wait
 _PIECE = 0.05  # of all entries: how many displacements are unpacked at a time
-_LEAST = 2**18  # where kernels are launched; a smaller piece takes no less time, and the allocator's blocks have twice the size
+_LEAST = (
+    2**18
+    # where kernels are launched; a smaller piece takes no less time, and the allocator's blocks
+    # have twice the size
+)
 
 
 class Listener:
     """Hears of every parameter whose gradient is there, from the first use until `close`.
 
-    Left out are the smallest parameters, a fiftieth of all entries, which would cost more time than memory; and those below float32.
+    Left out are the smallest parameters, a fiftieth of all entries, which would cost more time than
+    memory; and those below float32.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -38,10 +45,16 @@ class Listener:
 
     @contextmanager
     def handing_to(self, take: Take) -> Iterator[None]:
-        """Within, backward passes hand over names and parameters as soon as their `.grad` has all that the pass adds to it."""
+        """Within, backward passes hand over names and parameters as soon as their `.grad` has all
+        that the pass adds to it.
+        """
         if not self._handles:
             for name in self.names:
-                self._handles.append(self._parameters[name].register_post_accumulate_grad_hook(partial(self._hear, name)))
+                self._handles.append(
+                    self._parameters[name].register_post_accumulate_grad_hook(
+                        partial(self._hear, name)
+                    )
+                )
         self._take = take
         try:
             yield
@@ -60,7 +73,8 @@ class Listener:
 
 @dataclass(frozen=True)
 class Forces:
-    """What the data do not give of a gradient: λ d, and ν p where the nudge pulls with a constant force p.
+    """What the data do not give of a gradient: λ d, and ν p where the nudge pulls with a constant
+    force p.
 
     Attributes:
         lam: λ of each parameter, 0-d or of its shape.
@@ -74,7 +88,9 @@ class Forces:
 
     def of(self, name: str, like: Tensor) -> list[Tensor]:
         """λ and, where there is one, p of a parameter, in the shape of its gradient."""
-        return [values[name].expand_as(like) for values in (self.lam, self.pull) if values is not None]
+        return [
+            values[name].expand_as(like) for values in (self.lam, self.pull) if values is not None
+        ]
 
     def add(self, g: Tensor, d: Tensor, lam: Tensor, pull: Tensor | None = None) -> None:
         """g += λ d + ν p."""
@@ -86,8 +102,9 @@ class Forces:
 class Descent:
     """One step d ← d − α ∇g(d), for one row, while backward passes run at φ = θ + d.
 
-    A gradient that comes in several parts (support and query set) is gone when the next part arrives. The norm of their sum is what d
-    has moved by, divided by α: the module still holds the φ at which the step began, so the old d is φ − θ, up to the rounding of φ.
+    A gradient that comes in several parts (support and query set) is gone when the next part
+    arrives. The norm of their sum is what d has moved by, divided by α: the module still holds the
+    φ at which the step began, so the old d is φ − θ, up to the rounding of φ.
 
     Args:
         parameters: the module's own, holding φ.
@@ -100,7 +117,16 @@ class Descent:
     Cost: the gradient by the parameter that autograd is at, and by those that nobody hands over.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], theta: Params, d: Params, lr: float, forces: Forces, *, parts: int) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        theta: Params,
+        d: Params,
+        lr: float,
+        forces: Forces,
+        *,
+        parts: int,
+    ) -> None:
         self._parameters = parameters
         self._theta = theta
         self._d = d
@@ -111,7 +137,8 @@ class Descent:
         self._most = 1
 
     def pack(self, names: Iterable[str]) -> None:
-        """Hold only remainders of these displacements until the gradients are there, whose memory the new displacements take.
+        """Hold only remainders of these displacements until the gradients are there, whose memory
+        the new displacements take.
 
         For a single backward pass, and parameters that hold φ = θ + d from now until it is through.
         """
@@ -136,11 +163,15 @@ class Descent:
             self._norms[name] = self._step(name, g.unsqueeze(0))
 
     def finish(self) -> Tensor:
-        """Step where nothing was handed over, too; ‖∇g‖ at the old d, `(1,)`. What the parameters hold then means nothing."""
+        """Step where nothing was handed over, too; ‖∇g‖ at the old d, `(1,)`. What the parameters
+        hold then means nothing.
+        """
         for name, leaf in self._d.items():
             if leaf.dtype == torch.int8:
                 self._norms[name] = self._step(name, row(take_gradient(self._parameters[name])))
-        rest = {n: row(take_gradient(p)) for n, p in self._parameters.items() if n not in self._norms}
+        rest = {
+            n: row(take_gradient(p)) for n, p in self._parameters.items() if n not in self._norms
+        }
         norms = [norm for norm in self._norms.values() if norm is not None]
         norms += self._motions([name for name, norm in self._norms.items() if norm is None])
         if rest:
@@ -152,7 +183,9 @@ class Descent:
         return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
 
     def _step(self, name: str, g: Tensor) -> Tensor | None:
-        """Step with the first part of a parameter's gradient, which is overwritten; its norm if it is the only part."""
+        """Step with the first part of a parameter's gradient, which is overwritten; its norm if it
+        is the only part.
+        """
         d, forces = self._d[name], self._forces.of(name, g)
         if d.dtype == torch.int8:
             return self._unpack(name, g, d, forces)

@@ -1,4 +1,6 @@
-"""Error messages for models that refuse their data or the stacked engine: which sub-module, why, what to do."""
+"""Error messages for models that refuse their data or the stacked engine: which sub-module, why,
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def innermost_module(model: nn.Module, found: list[str]) -> Iterator[None]:
     handles = []
     for name, module in model.named_modules():
         label = f"{name or 'the model itself'} ({type(module).__name__})"
-        handles.append(module.register_forward_pre_hook(lambda *_, label=label: running.append(label)))
+        handles.append(
+            module.register_forward_pre_hook(lambda *_, label=label: running.append(label))
+        )
         handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
     try:
         yield
@@ -58,18 +62,21 @@ def model_refuses(problem: Problem, batch: Batch, which: str, error: Exception) 
     buffers = {f"model.{n}": b.detach().clone() for n, b in problem.objective.model.named_buffers()}
     place = where_it_fails(problem, lambda: functional_call(problem.objective, buffers, (batch,)))
     return ValueError(
-        f"Model or loss failed on the {which} data of a task ({describe(batch)}): {_first_line(error)}. "
-        f"It happened in {place or 'the loss, or after the model'}. "
-        "Check that the tasks' shapes and dtypes are what the model and the loss expect."
+        f"Model or loss failed on the {which} data of a task ({describe(batch)}):"
+        f" {_first_line(error)}. It happened in {place or 'the loss, or after the model'}. Check"
+        " that the tasks' shapes and dtypes are what the model and the loss expect."
     )
 
 
 def cannot_stack(problem: Problem, run: Any, error: Exception) -> StackingError:
     """What to raise when the model runs by itself but not on the stacked engine."""
-    place = where_it_fails(problem, run) or f"the model ({type(problem.objective.model).__name__}), in its backward pass"
+    place = (
+        where_it_fails(problem, run)
+        or f"the model ({type(problem.objective.model).__name__}), in its backward pass"
+    )
     return StackingError(
-        f"The stacked engine runs many tasks through torch.func.vmap, and {place} does not support it: {_first_line(error)}. "
-        'Use engine="inplace", which needs nothing but loss.backward().'
+        f"The stacked engine runs many tasks through torch.func.vmap, and {place} does not support"
+        f' it: {_first_line(error)}. Use engine="inplace", which needs nothing but loss.backward().'
     )
 
 

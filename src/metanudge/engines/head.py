@@ -1,4 +1,6 @@
-"""The usual end of a classifier, a linear layer and the cross-entropy of its outputs, as two Triton kernels with one program a row."""
+"""The usual end of a classifier, a linear layer and the cross-entropy of its outputs, as two Triton
+kernels with one program a row.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,27 @@ MOST_CLASSES = 64
 IGNORED = tl.constexpr(-100)  # torch leaves examples with this label out
 
 
-@triton.jit(do_not_specialize=["examples", "row_stride", "example_stride", "weight_stride", "bias_stride"])
+@triton.jit(
+    do_not_specialize=["examples", "row_stride", "example_stride", "weight_stride", "bias_stride"]
+)
 def _forward(
-    x, weight, bias, targets, losses, slopes, examples, row_stride, example_stride, weight_stride, bias_stride,
+    x, weight, bias, targets, losses, slopes, examples, row_stride, example_stride, weight_stride,
+    bias_stride,
     FEATURES: tl.constexpr, CLASSES: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Mean cross-entropy of a row, and its derivative by the outputs, `(rows, examples, CLASSES)`. A label that is no class gives NaN."""
+    """Mean cross-entropy of a row, and its derivative by the outputs, `(rows, examples, CLASSES)`.
+    A label that is no class gives NaN.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     targets += row * examples
     count = 0
     for begin in range(0, examples, BLOCK_E):
         e = begin + tl.arange(0, BLOCK_E)
-        count += tl.sum((tl.load(targets + e, mask=e < examples, other=IGNORED) != IGNORED).to(tl.int32), 0)
+        count += tl.sum(
+            (tl.load(targets + e, mask=e < examples, other=IGNORED) != IGNORED).to(tl.int32), 0
+        )
     total = 0.0
     for begin in range(0, examples, BLOCK_E):
         e = begin + tl.arange(0, BLOCK_E)
@@ -35,9 +44,17 @@ def _forward(
         for start in range(0, FEATURES, BLOCK_F):
             f = start + tl.arange(0, BLOCK_F)
             inside = (e < examples)[:, None] & (f < FEATURES)[None, :]
-            a = tl.load(x + row * row_stride + e[:, None] * example_stride + f[None, :], mask=inside, other=0.0)
+            a = tl.load(
+                x + row * row_stride + e[:, None] * example_stride + f[None, :],
+                mask=inside,
+                other=0.0,
+            )
             known = (f < FEATURES)[:, None] & (c < CLASSES)[None, :]
-            b = tl.load(weight + row * weight_stride + c[None, :] * FEATURES + f[:, None], mask=known, other=0.0)
+            b = tl.load(
+                weight + row * weight_stride + c[None, :] * FEATURES + f[:, None],
+                mask=known,
+                other=0.0,
+            )
             z = tl.dot(a, b, z, input_precision="tf32x3")
         if BIAS:
             z += tl.load(bias + row * bias_stride + c, mask=c < CLASSES, other=0.0)[None, :]
@@ -50,7 +67,9 @@ def _forward(
         each = tl.log(s) - tl.sum(tl.where(hit, z, 0.0), 1)
         each = tl.where((target >= 0) & (target < CLASSES), each, float("nan"))
         total += tl.sum(tl.where(target == IGNORED, 0.0, each), 0)
-        slope = tl.where((target == IGNORED)[:, None], 0.0, (p / s[:, None] - hit.to(tl.float32)) / count)
+        slope = tl.where(
+            (target == IGNORED)[:, None], 0.0, (p / s[:, None] - hit.to(tl.float32)) / count
+        )
         place = slopes + (row * examples + e[:, None]) * CLASSES + c[None, :]
         tl.store(place, slope, mask=(e < examples)[:, None] & (c < CLASSES)[None, :])
     tl.store(losses + row, total / count)
@@ -60,26 +79,42 @@ def _forward(
     "examples", "row_stride", "example_stride", "weight_stride", "dweight_stride", "dbias_stride"
 ])  # fmt: skip
 def _backward(
-    outer, slopes, x, weight, dx, dweight, dbias, examples, row_stride, example_stride, weight_stride, dweight_stride, dbias_stride,
+    outer, slopes, x, weight, dx, dweight, dbias, examples, row_stride, example_stride,
+    weight_stride, dweight_stride, dbias_stride,
     FEATURES: tl.constexpr, CLASSES: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Gradients by inputs `(rows, examples, FEATURES)`, weight and bias; `outer` is the derivative of each row's loss."""
+    """Gradients by inputs `(rows, examples, FEATURES)`, weight and bias; `outer` is the derivative
+    of each row's loss.
+    """
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     c = tl.arange(0, BLOCK_C)
     scale = tl.load(outer + row)
     known = (c < CLASSES)[:, None] & (f < FEATURES)[None, :]
-    w = tl.load(weight + row * weight_stride + c[:, None] * FEATURES + f[None, :], mask=known, other=0.0)
+    w = tl.load(
+        weight + row * weight_stride + c[:, None] * FEATURES + f[None, :], mask=known, other=0.0
+    )
     dw = tl.zeros((BLOCK_C, BLOCK_F), dtype=tl.float32)
     db = tl.zeros((BLOCK_C,), dtype=tl.float32)
     for begin in range(0, examples, BLOCK_E):
         e = begin + tl.arange(0, BLOCK_E)
         seen = (e < examples)[:, None] & (c < CLASSES)[None, :]
-        g = tl.load(slopes + (row * examples + e[:, None]) * CLASSES + c[None, :], mask=seen, other=0.0) * scale
+        g = (
+            tl.load(
+                slopes + (row * examples + e[:, None]) * CLASSES + c[None, :], mask=seen, other=0.0
+            )
+            * scale
+        )
         inside = (e < examples)[:, None] & (f < FEATURES)[None, :]
-        a = tl.load(x + row * row_stride + e[:, None] * example_stride + f[None, :], mask=inside, other=0.0)
-        tl.store(dx + (row * examples + e[:, None]) * FEATURES + f[None, :], tl.dot(g, w, input_precision="tf32x3"), mask=inside)
+        a = tl.load(
+            x + row * row_stride + e[:, None] * example_stride + f[None, :], mask=inside, other=0.0
+        )
+        tl.store(
+            dx + (row * examples + e[:, None]) * FEATURES + f[None, :],
+            tl.dot(g, w, input_precision="tf32x3"),
+            mask=inside,
+        )
         dw = tl.dot(tl.trans(g), a, dw, input_precision="tf32x3")
         db += tl.sum(g, 0)
     tl.store(dweight + row * dweight_stride + c[:, None] * FEATURES + f[None, :], dw, mask=known)
@@ -88,7 +123,11 @@ def _backward(
 
 
 def cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, into: tuple[Tensor | None, Tensor | None] = (None, None)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    into: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Mean cross-entropy of each row, `(rows,)`.
 
@@ -105,14 +144,22 @@ def cross_entropy(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, into: tuple[Tensor | None, ...]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        into: tuple[Tensor | None, ...],
+    ) -> Tensor:
         x = x if x.stride(2) == 1 else x.contiguous()
         weight = weight if weight[0].is_contiguous() else weight.contiguous()
         rows, examples, features = x.shape
         classes = weight.shape[1]
         losses, slopes = x.new_empty(rows), x.new_empty(rows, examples, classes)
         _forward[(rows,)](
-            x, weight, weight if bias is None else bias, targets.contiguous(), losses, slopes, examples,
+            x, weight, weight if bias is None else bias, targets.contiguous(), losses, slopes,
+            examples,
             x.stride(0), x.stride(1), weight.stride(0), 0 if bias is None else bias.stride(0),
             BIAS=bias is not None, **_sizes(features, classes),
         )  # fmt: skip
@@ -127,13 +174,16 @@ class _CrossEntropy(torch.autograd.Function):
         rows, examples, features = x.shape
         classes = weight.shape[1]
         dx = x.new_empty(x.shape)
-        places = [None if place is None or not place[0].is_contiguous() else place for place in ctx.into]
+        places = [
+            None if place is None or not place[0].is_contiguous() else place for place in ctx.into
+        ]
         dweight = weight.new_empty(weight.shape) if places[0] is None else places[0]
         dbias = weight.new_empty(rows, classes) if places[1] is None else places[1]
         sizes = _sizes(features, classes)
         _backward[(rows, triton.cdiv(features, sizes["BLOCK_F"]))](
             outer.contiguous(), slopes, x, weight, dx, dweight, dbias, examples,
-            x.stride(0), x.stride(1), weight.stride(0), dweight.stride(0), dbias.stride(0), BIAS=ctx.has_bias, **sizes,
+            x.stride(0), x.stride(1), weight.stride(0), dweight.stride(0), dbias.stride(0),
+            BIAS=ctx.has_bias, **sizes,
         )  # fmt: skip
         return dx, dweight, dbias if ctx.has_bias else None, None, None
 
@@ -141,4 +191,11 @@ class _CrossEntropy(torch.autograd.Function):
 def _sizes(features: int, classes: int) -> dict[str, int]:
     block = min(64, max(16, triton.next_power_of_2(features)))
     most = max(16, triton.next_power_of_2(classes))
-    return {"FEATURES": features, "CLASSES": classes, "BLOCK_E": 32, "BLOCK_F": block, "BLOCK_C": most, "num_warps": 4}
+    return {
+        "FEATURES": features,
+        "CLASSES": classes,
+        "BLOCK_E": 32,
+        "BLOCK_F": block,
+        "BLOCK_C": most,
+        "num_warps": 4,
+    }

@@ -1,6 +1,8 @@
-"""The inner problem of a group of tasks, as estimators use it: solve it, nudge it, look at the query loss.
+"""The inner problem of a group of tasks, as estimators use it: solve it, nudge it, look at the
+query loss.
 
-What is here is common to both engines; each engine adds how a gradient, a Hessian-vector product and a loss are evaluated.
+What is here is common to both engines; each engine adds how a gradient, a Hessian-vector product
+and a loss are evaluated.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ T = TypeVar("T")
 
 @dataclass
 class Cost:
-    """Evaluations summed over tasks; one gradient of the nudged loss is one support and one query gradient."""
+    """Evaluations summed over tasks; one gradient of the nudged loss is one support and one query
+    gradient.
+    """
 
     support_gradients: int = 0
     query_gradients: int = 0
@@ -35,7 +39,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Measured:
-    """Loss and accuracy on a data set, `(rows,)` each; accuracy is NaN where the task is no classification."""
+    """Loss and accuracy on a data set, `(rows,)` each; accuracy is NaN where the task is no
+    classification.
+    """
 
     loss: Tensor
     accuracy: Tensor
@@ -44,10 +50,12 @@ class Measured:
 class Inner(ABC):
     """A group of tasks on one engine, or a bilevel problem as a group of one.
 
-    Rows are ordered nudge by nudge: with offsets ν_0 … ν_{J−1}, row j·tasks + i belongs to task i and nudge ν_j.
+    Rows are ordered nudge by nudge: with offsets ν_0 … ν_{J−1}, row j·tasks + i belongs to task i
+    and nudge ν_j.
 
     Attributes:
-        reports_solution: whether the un-nudged solution is wanted for itself, and solved for where the estimator does without.
+        reports_solution: whether the un-nudged solution is wanted for itself, and solved for where
+            the estimator does without.
     """
 
     reports_solution = False
@@ -65,7 +73,10 @@ class Inner(ABC):
     def zeros(self, rows: int) -> Params:
         """Zero displacements."""
         dtypes, device = self.problem.theta_dtypes, self.problem.device
-        return {n: torch.zeros((rows, *p.shape), dtype=dtypes[n], device=device) for n, p in self.problem.parameters.items()}
+        return {
+            n: torch.zeros((rows, *p.shape), dtype=dtypes[n], device=device)
+            for n, p in self.problem.parameters.items()
+        }
 
     def solve(
         self,
@@ -84,7 +95,8 @@ class Inner(ABC):
             nudge: `"loss"` adds ν·(query loss), `"gradient"` adds ν·⟨force, φ⟩, None adds nothing.
             force: ∇f(φ_0) of each task, for the gradient nudge.
             start: displacements to start from, `(rows, ...)`; overwritten.
-            shift: moves θ itself (start and centre) by this much, `(rows, ...)`; in a bilevel problem x.
+            shift: moves θ itself (start and centre) by this much, `(rows, ...)`; in a bilevel
+                problem x.
         """
         solution = solver.solve(self.oracle(list(offsets), nudge, force, shift), start)
         self.verify(solution, offsets)
@@ -93,12 +105,16 @@ class Inner(ABC):
     def verify(self, solution: Solution, offsets: Sequence[float]) -> None:  # noqa: B027 (to look at it would wait for the device)
         """Raise where a solve gave no solution."""
 
-    def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
+    def oracle(
+        self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
+    ) -> NudgedOracle:
         """The nudged problems as solvers see them."""
         return NudgedOracle(self, offsets, nudge, force, shift)
 
     def parts(self, nudges: Sequence[T]) -> Iterator[Sequence[T]]:
-        """What describes the nudges, one by one, in the portions that this engine solves at once."""
+        """What describes the nudges, one by one, in the portions that this engine solves at
+        once.
+        """
         for first in range(0, len(nudges), self.nudges_at_once):
             yield nudges[first : first + self.nudges_at_once]
 
@@ -108,8 +124,12 @@ class Inner(ABC):
     def judge(self, solve: LinearSolve) -> None:  # noqa: B027 (to look at it would wait for the device)
         """Hear of the linear system of an implicit gradient; raise where it has no solution."""
 
-    def imprecision(self, solution: Solution, offsets: Sequence[float], force: Params | None) -> Tensor:
-        """λ δ of each row, the force that is left where a nudged solve stopped; `force` is that of the gradient nudge."""
+    def imprecision(
+        self, solution: Solution, offsets: Sequence[float], force: Params | None
+    ) -> Tensor:
+        """λ δ of each row, the force that is left where a nudged solve stopped; `force` is that of
+        the gradient nudge.
+        """
         return solution.delta * self.problem.smallest_lam
 
     def stream(self, meta_step: int, row: int) -> tuple[int, ...]:
@@ -117,9 +137,11 @@ class Inner(ABC):
         return meta_step, self.places[row]
 
     def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:
-        """d f(φ_K(h)) / dh by all meta-parameters h through the last `unrolled` steps of the solver, and the solution φ_K.
+        """d f(φ_K(h)) / dh by all meta-parameters h through the last `unrolled` steps of the
+        solver, and the solution φ_K.
 
-        Displacements before those steps count as constants, so that `unrolled=0` is FO-MAML and `unrolled=steps` is MAML.
+        Displacements before those steps count as constants, so that `unrolled=0` is FO-MAML and
+        `unrolled=steps` is MAML.
         """
         raise NotImplementedError
 
@@ -139,28 +161,41 @@ class Inner(ABC):
 
     @abstractmethod
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
-        """∇f(θ + d), rows as in `d`; its cost is one query gradient a row. With `shared` also the rows' sum by the shared parameters."""
+        """∇f(θ + d), rows as in `d`; its cost is one query gradient a row. With `shared` also the
+        rows' sum by the shared parameters.
+        """
 
     @abstractmethod
-    def shared_gradient(self, d: Params, offsets: Tensor | None, weights: Sequence[float]) -> Params:
-        """Gradient of Σ_r w_r [f̂(θ + d_r) + ν_r f(θ + d_r)] by the shared parameters, with a row axis of length 1.
+    def shared_gradient(
+        self, d: Params, offsets: Tensor | None, weights: Sequence[float]
+    ) -> Params:
+        """Gradient of Σ_r w_r [f̂(θ + d_r) + ν_r f(θ + d_r)] by the shared parameters, with a row
+        axis of length 1.
 
         There is one weight per nudge; without offsets f is not evaluated.
         """
 
     @abstractmethod
     def shared_hvp(self, d: Params, v: Params) -> Params:
-        """∂²f̂/∂ω∂φ at θ + d times v: how the gradient by the shared parameters ω changes as φ moves along v."""
+        """∂²f̂/∂ω∂φ at θ + d times v: how the gradient by the shared parameters ω changes as φ
+        moves along v.
+        """
 
     @abstractmethod
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d (at θ itself for None), without gradients."""
 
     @abstractmethod
-    def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
-        """Losses `(rows,)` and gradient of f̂(θ + d) + ν f(θ + d); without offsets f is not evaluated at all."""
+    def data_gradient(
+        self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params]:
+        """Losses `(rows,)` and gradient of f̂(θ + d) + ν f(θ + d); without offsets f is not
+        evaluated at all.
+        """
 
-    def gradient_at_theta(self, d: Params, offsets: Tensor | None, batch_size: int | None) -> tuple[Tensor, Params]:
+    def gradient_at_theta(
+        self, d: Params, offsets: Tensor | None, batch_size: int | None
+    ) -> tuple[Tensor, Params]:
         """`data_gradient` for the first step from θ itself (all entries of `d` are zero)."""
         return self.data_gradient(d, offsets, 0, batch_size)
 
@@ -169,7 +204,9 @@ class Inner(ABC):
         """f̂(θ + d) + ν f(θ + d), `(rows,)`, without gradients."""
 
     @abstractmethod
-    def data_hvp(self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params, Params]:
+    def data_hvp(
+        self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params, Params]:
         """Losses, gradient, and Hessian of f̂(θ + d) + ν f(θ + d) times v."""
 
     @abstractmethod
@@ -178,9 +215,18 @@ class Inner(ABC):
 
 
 class NudgedOracle:
-    """The nudged problems of a group of tasks, in the form solvers want (see `metanudge.solvers.base.Oracle`)."""
+    """The nudged problems of a group of tasks, in the form solvers want (see
+    `metanudge.solvers.base.Oracle`).
+    """
 
-    def __init__(self, inner: Inner, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> None:
+    def __init__(
+        self,
+        inner: Inner,
+        offsets: list[float],
+        nudge: Nudge | None,
+        force: Params | None,
+        shift: Params | None,
+    ) -> None:
         self.inner = inner
         self.offsets = offsets
         self.nudge = nudge
@@ -189,7 +235,12 @@ class NudgedOracle:
         self._nu: Tensor | None = None
         if nudge == "loss":
             dtype = next(iter(inner.problem.theta_dtypes.values()))
-            self._nu = torch.cat([torch.full((inner.tasks,), nu, dtype=dtype, device=inner.problem.device) for nu in offsets])
+            self._nu = torch.cat(
+                [
+                    torch.full((inner.tasks,), nu, dtype=dtype, device=inner.problem.device)
+                    for nu in offsets
+                ]
+            )
         self._start: Params | None = None  # the zeros handed out, until a gradient is asked for
         self._pull: Params | None = None
         self._pull_scale = 1.0
@@ -215,7 +266,9 @@ class NudgedOracle:
         self._start = self.inner.zeros(self.rows)
         return self._start
 
-    def gradient(self, d: Params, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Params]:
+    def gradient(
+        self, d: Params, step: int = 0, batch_size: int | None = None
+    ) -> tuple[Tensor, Params]:
         """Data losses and gradient of the nudged objective."""
         loss, g = self.data_gradient(d, step, batch_size)
         self.complete(g, d)
@@ -230,7 +283,9 @@ class NudgedOracle:
         return self.inner.data_gradient(self._place(d), self._nu, step, batch_size)
 
     def complete(self, g: Params, d: Params) -> None:
-        """Add proximal term and linear nudge to the data's gradient, or to some leaves of it, in place."""
+        """Add proximal term and linear nudge to the data's gradient, or to some leaves of it, in
+        place.
+        """
         self.inner.problem.proximal.add_force(g, d, self._theta)
         if isinstance(g, Flat) and isinstance(self._pull, Flat):
             g.matrix.add_(self._pull.matrix, alpha=self._pull_scale)

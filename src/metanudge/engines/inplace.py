@@ -1,14 +1,16 @@
 """The in-place engine: the user's own module, parameters overwritten, plain `loss.backward()`.
 
-Whatever trains with `loss.backward()` runs here: cuDNN recurrent nets, flash attention, compiled modules, checkpointing. Tasks and
-nudges are solved one after the other, so the memory is that of one training step, whatever their number and the number of steps, plus
-copies of the trainable parameters: θ, the displacement d and the accumulating meta-gradient (and the un-nudged solution where solves
-start there). Gradient descent takes gradients up as autograd makes them (`Descent`); with a tolerance, and with other solvers, a step
-holds a whole gradient, for the loss nudge one that adds up two. The gradient nudge keeps ∇f(φ_0) besides; where gradient descent takes
-gradients up, it keeps it in the place of d, of which only what φ − θ lacks is held (`remainder`).
+Whatever trains with `loss.backward()` runs here: cuDNN recurrent nets, flash attention, compiled
+modules, checkpointing. Tasks and nudges are solved one after the other, so the memory is that of
+one training step, whatever their number and the number of steps, plus copies of the trainable
+parameters: θ, the displacement d and the accumulating meta-gradient (and the un-nudged solution
+where solves start there). Gradient descent takes gradients up as autograd makes them (`Descent`);
+with a tolerance, and with other solvers, a step holds a whole gradient, for the loss nudge one that
+adds up two. The gradient nudge keeps ∇f(φ_0) besides; where gradient descent takes gradients up, it
+keeps it in the place of d, of which only what φ − θ lacks is held (`remainder`).
 
-Afterwards, also when the loss raises in the middle of a solve, parameters, buffers, `.grad` and the global random state are as
-they were. Hooks registered on parameters see the inner gradients.
+Afterwards, also when the loss raises in the middle of a solve, parameters, buffers, `.grad` and the
+global random state are as they were. Hooks registered on parameters see the inner gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Guard:
 
     def __init__(self, problem: Problem) -> None:
         self._parameters = problem.parameters
-        self._gradients = [(p, p.grad) for p in problem.objective.parameters()]  # a loss may have parameters of its own
+        # a loss may have parameters of its own
+        self._gradients = [(p, p.grad) for p in problem.objective.parameters()]
         self.theta = {n: p.detach().clone() for n, p in problem.parameters.items()}
         model = problem.objective.model
         self._buffers = [
@@ -54,14 +57,18 @@ class Guard:
         self._shared = problem.shared
 
     def clear(self) -> None:
-        """Take away what would be in the way of inner gradients; from here on the module is not as it was."""
+        """Take away what would be in the way of inner gradients; from here on the module is not as
+        it was.
+        """
         for parameter, _ in self._gradients:
             parameter.grad = None
         self._want(adapting=True, shared=False)
 
     @contextmanager
     def sharing(self, *, adapting: bool = True) -> Iterator[None]:
-        """Gradients by the shared parameters, which inner steps do without, and by those that adapt unless that is turned off."""
+        """Gradients by the shared parameters, which inner steps do without, and by those that adapt
+        unless that is turned off.
+        """
         self._want(adapting=adapting, shared=True)
         try:
             yield
@@ -75,12 +82,16 @@ class Guard:
                     parameter.requires_grad_(on)
 
     def holds_still(self, name: str) -> bool:
-        """Whether a real parameter was written by nobody but the engine so far; an `nn.Embedding` with `max_norm` writes its own."""
+        """Whether a real parameter was written by nobody but the engine so far; an `nn.Embedding`
+        with `max_norm` writes its own.
+        """
         parameter = self._parameters[name]
         return parameter.is_floating_point() and parameter._version == self._versions[name]
 
     def restore_buffers(self) -> None:
-        """Undo what a forward pass did to the buffers: BatchNorm's running statistics and the like."""
+        """Undo what a forward pass did to the buffers: BatchNorm's running statistics and the
+        like.
+        """
         for buffer in self._buffers:
             buffer.restore()
 
@@ -89,7 +100,8 @@ class Guard:
         self.listener.close()
         self._want(adapting=True, shared=True)
         for name, parameter in self._parameters.items():
-            parameter.data.copy_(self.theta[name])  # .data: the values are what they were, so graphs made before stay valid
+            # .data: the values are what they were, so graphs made before stay valid
+            parameter.data.copy_(self.theta[name])
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self.restore_buffers()
@@ -106,7 +118,8 @@ class _Buffer:
     def restore(self) -> None:
         if self.module._buffers[self.name] is not self.tensor:
             self.module._buffers[self.name] = self.tensor
-        # Always: BatchNorm's kernels and writes through .data leave no trace in the version counter.
+        # Always: BatchNorm's kernels and writes through .data leave no trace in the version
+        # counter.
         if self.tensor is not None:
             assert self.value is not None
             self.tensor.data.copy_(self.value)
@@ -120,7 +133,14 @@ class InplaceEngine:
 
     @contextmanager
     def session(
-        self, problem: Problem, batch: TaskBatch, *, width: int, seed: int, cost: Cost, first: int = 0
+        self,
+        problem: Problem,
+        batch: TaskBatch,
+        *,
+        width: int,
+        seed: int,
+        cost: Cost,
+        first: int = 0,
     ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch as groups of one; the module is restored when the session ends."""
         _refuse_synchronising_wrappers(problem.objective.model)
@@ -129,7 +149,10 @@ class InplaceEngine:
             draws, guard = Draws(seed, problem.device, problem.modules), Guard(problem)
             with draws.preserved(), restored(guard.restore):
                 guard.clear()
-                yield (InplaceInner(problem, place, task, guard, draws, cost) for place, task in enumerate(batch, first))
+                yield (
+                    InplaceInner(problem, place, task, guard, draws, cost)
+                    for place, task in enumerate(batch, first)
+                )
 
 
 class InplaceInner(Inner):
@@ -137,7 +160,9 @@ class InplaceInner(Inner):
 
     problem: Problem
 
-    def __init__(self, problem: Problem, place: int, task: Task, guard: Guard, draws: Draws, cost: Cost) -> None:
+    def __init__(
+        self, problem: Problem, place: int, task: Task, guard: Guard, draws: Draws, cost: Cost
+    ) -> None:
         super().__init__(problem, [place], cost)
         self._task = task
         self._guard = guard
@@ -148,8 +173,12 @@ class InplaceInner(Inner):
         """One."""
         return 1
 
-    def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
-        """Losses and gradient of f̂ + ν f by one `backward()` each, so that their activations never live together."""
+    def data_gradient(
+        self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params]:
+        """Losses and gradient of f̂ + ν f by one `backward()` each, so that their activations never
+        live together.
+        """
         self._write(d)
         total = self._backward(self._support(step, batch_size), step, "support", None)
         self.cost.support_gradients += 1
@@ -158,18 +187,35 @@ class InplaceInner(Inner):
             self.cost.query_gradients += 1
         return total.reshape(1), self._collect()
 
-    def oracle(self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None) -> NudgedOracle:
-        """Without a shift of θ, oracles that descend without a whole gradient; the proximal term must act parameter by parameter."""
+    def oracle(
+        self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
+    ) -> NudgedOracle:
+        """Without a shift of θ, oracles that descend without a whole gradient; the proximal term
+        must act parameter by parameter.
+        """
         if shift is not None or not isinstance(self.problem.proximal, Diagonal):
             return super().oracle(offsets, nudge, force, shift)
         return InplaceOracle(self, offsets, nudge, force, None)
 
     def descend(
-        self, d: Params, offsets: Tensor | None, lr: float, step: int, batch_size: int | None, forces: Forces
+        self,
+        d: Params,
+        offsets: Tensor | None,
+        lr: float,
+        step: int,
+        batch_size: int | None,
+        forces: Forces,
     ) -> tuple[Tensor, Tensor]:
         """One step of gradient descent; losses and norm of the gradient at the old d."""
         self._write(d)
-        descent = Descent(self.problem.parameters, self._guard.theta, d, lr, forces, parts=1 if offsets is None else 2)
+        descent = Descent(
+            self.problem.parameters,
+            self._guard.theta,
+            d,
+            lr,
+            forces,
+            parts=1 if offsets is None else 2,
+        )
         if forces.pull is not None:  # a fourth copy, which d makes room for
             descent.pack(n for n in self._guard.listener.names if self._guard.holds_still(n))
         with self._guard.listener.handing_to(descent.take):
@@ -193,7 +239,9 @@ class InplaceInner(Inner):
         self.cost.query_gradients += 1
         return self._collect() | (self._collect(self.problem.shared) if shared else {})
 
-    def shared_gradient(self, d: Params, offsets: Tensor | None, weights: Sequence[float]) -> Params:
+    def shared_gradient(
+        self, d: Params, offsets: Tensor | None, weights: Sequence[float]
+    ) -> Params:
         """The weighted gradient of f̂ + ν f by the shared parameters alone."""
         self._write(d)
         with self._guard.sharing(adapting=False):
@@ -216,7 +264,11 @@ class InplaceInner(Inner):
             mixed = [torch.zeros_like(p) for p in shared.values()]
             if along:
                 outputs, weights = zip(*along, strict=True)
-                mixed = list(torch.autograd.grad(outputs, list(shared.values()), grad_outputs=weights, materialize_grads=True))
+                mixed = list(
+                    torch.autograd.grad(
+                        outputs, list(shared.values()), grad_outputs=weights, materialize_grads=True
+                    )
+                )
         self.cost.support_gradients += 1
         self.cost.hessian_products += 1
         self._guard.restore_buffers()
@@ -236,7 +288,9 @@ class InplaceInner(Inner):
             total = total + offsets[0] * self._evaluate(self._task.query, d, step, "query")[0]
         return total.reshape(1)
 
-    def data_hvp(self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params, Params]:
+    def data_hvp(
+        self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params, Params]:
         """Losses, gradient and Hessian-vector product by double backward."""
         self._write(d)
         leaves = list(self.problem.parameters.values())
@@ -257,7 +311,10 @@ class InplaceInner(Inner):
         dtypes = self.problem.theta_dtypes
         return (
             total.detach().reshape(1),
-            {n: leaf.detach().unsqueeze(0).to(dtypes[n]) for n, leaf in zip(dtypes, g, strict=True)},
+            {
+                n: leaf.detach().unsqueeze(0).to(dtypes[n])
+                for n, leaf in zip(dtypes, g, strict=True)
+            },
             {n: leaf.unsqueeze(0).to(dtypes[n]) for n, leaf in zip(dtypes, hv, strict=True)},
         )
 
@@ -288,10 +345,14 @@ class InplaceInner(Inner):
         size = self._task.num_support
         if batch_size is None or batch_size >= size:
             return self._task.support
-        chosen = minibatch(self._draws.seed, self.places[0], step, size, batch_size).to(self.problem.device)
+        chosen = minibatch(self._draws.seed, self.places[0], step, size, batch_size).to(
+            self.problem.device
+        )
         return map_tensors(lambda t: t[chosen], self._task.support)
 
-    def _run(self, function: Callable[[Batch], Result], batch: Batch, step: int, which: str) -> Result:
+    def _run(
+        self, function: Callable[[Batch], Result], batch: Batch, step: int, which: str
+    ) -> Result:
         """Evaluate a function of the batch with the random numbers of this step."""
         try:
             with self._draws.seeded(step, which):
@@ -311,7 +372,9 @@ class InplaceInner(Inner):
         self._guard.restore_buffers()
         return loss.detach() if scale is None else loss.detach() * scale
 
-    def _evaluate(self, batch: Batch, d: Params | None, step: int, which: str) -> tuple[Tensor, Tensor]:
+    def _evaluate(
+        self, batch: Batch, d: Params | None, step: int, which: str
+    ) -> tuple[Tensor, Tensor]:
         self._write(d)
         with torch.no_grad():
             loss, accuracy = self._run(self.problem.objective, batch, step, which)
@@ -319,8 +382,13 @@ class InplaceInner(Inner):
         return loss, accuracy
 
     def _collect(self, parameters: Mapping[str, Tensor] | None = None) -> Params:
-        """Take the gradients (by the parameters that adapt, unless others are given) out of the module, with a row axis."""
-        return {n: row(take_gradient(p)) for n, p in (self.problem.parameters if parameters is None else parameters).items()}
+        """Take the gradients (by the parameters that adapt, unless others are given) out of the
+        module, with a row axis.
+        """
+        return {
+            n: row(take_gradient(p))
+            for n, p in (self.problem.parameters if parameters is None else parameters).items()
+        }
 
 
 class InplaceOracle(NudgedOracle):
@@ -328,18 +396,23 @@ class InplaceOracle(NudgedOracle):
 
     inner: InplaceInner
 
-    def descend(self, d: Params, lr: float, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
+    def descend(
+        self, d: Params, lr: float, step: int = 0, batch_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """d ← d − lr ∇g(d); data loss and ‖∇g‖ at the old d."""
         proximal = self.inner.problem.proximal
         assert isinstance(proximal, Diagonal)
-        return self.inner.descend(d, self._nu, lr, step, batch_size, Forces(proximal.lam, self._pull, self._pull_scale))
+        return self.inner.descend(
+            d, self._nu, lr, step, batch_size, Forces(proximal.lam, self._pull, self._pull_scale)
+        )
 
 
 def _refuse_synchronising_wrappers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise TypeError(
-                f"The model {'' if not name else repr(name) + ' '}is wrapped in DistributedDataParallel, which would average the "
-                "gradients of the inner steps over the ranks. Wrap the learner instead: "
-                "DistributedDataParallel(mn.MetaLearner(model, ...))."
+                f"The model {'' if not name else repr(name) + ' '}is wrapped in"
+                " DistributedDataParallel, which would average the gradients of the inner steps"
+                " over the ranks. Wrap the learner instead:"
+                " DistributedDataParallel(mn.MetaLearner(model, ...))."
             )

@@ -1,4 +1,6 @@
-"""Random numbers from a generator that no other thread knows, for models that draw from torch's global one."""
+"""Random numbers from a generator that no other thread knows, for models that draw from torch's
+global one.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OwnGenerator(TorchDispatchMode):
-    """Within, this thread's random operations on the CPU use it wherever they would use the global generator.
+    """Within, this thread's random operations on the CPU use it wherever they would use the global
+    generator.
 
-    Both are kept at one state, so that it makes no difference which of them an operation used: the numbers are those that the global
-    one gives when nobody else draws. `torch.utils.checkpoint` sets the global one back to draw the same numbers again, so within it
-    draws are left to that one.
+    Both are kept at one state, so that it makes no difference which of them an operation used: the
+    numbers are those that the global one gives when nobody else draws. `torch.utils.checkpoint`
+    sets the global one back to draw the same numbers again, so within it draws are left to that
+    one.
 
     Attributes:
         used: whether anything was drawn so far.
@@ -39,7 +43,10 @@ class OwnGenerator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, with a random one's generator set."""
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+        if (
+            torch.Tag.nondeterministic_seeded not in func.tags
+            or kwargs.get("generator") is not None
+        ):
             return func(*args, **kwargs)
         self.used = True
         with_generator = _with_generator(func)
@@ -72,7 +79,9 @@ def _within_checkpoint() -> bool:
 
 
 class Habit:
-    """Whether a model draws, as far as is known: in these modes of its parts (training or evaluation) it drew nothing last time."""
+    """Whether a model draws, as far as is known: in these modes of its parts (training or
+    evaluation) it drew nothing last time.
+    """
 
     _quiet: ClassVar[WeakKeyDictionary[nn.Module, tuple[bool, ...]]] = WeakKeyDictionary()
 
@@ -82,10 +91,15 @@ class Habit:
 
     @property
     def may_draw(self) -> bool:
-        """Not where it is known not to, nor where `torch.compile` has made a part of it, which then draws in its own ways."""
+        """Not where it is known not to, nor where `torch.compile` has made a part of it, which then
+        draws in its own ways.
+        """
         if self._modules and self._quiet.get(self._modules[0]) == self._modes:
             return False
-        return not any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in self._modules)
+        return not any(
+            "_orig_mod" in module._modules or module._compiled_call_impl is not None
+            for module in self._modules
+        )
 
     def note(self, *, drew: bool) -> None:
         """What it did this time."""

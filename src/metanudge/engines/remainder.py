@@ -1,8 +1,10 @@
-"""A displacement d in a quarter of its size, while the module holds φ = θ + d: φ − θ is d already, less what rounding φ has lost.
+"""A displacement d in a quarter of its size, while the module holds φ = θ + d: φ − θ is d already,
+less what rounding φ has lost.
 
-What is lost is at most half a unit in the last place of φ where φ and θ are alike. In steps of |φ|ε/254 it fits into int8, and d comes
-back within 2⁻³² |φ| in float32 (2⁻⁶¹ |φ| in float64) and its own rounding: φ itself is 256 times farther from θ + d. In inner steps
-that is less than what the rounding of φ does to the gradient, unless α times the curvature is below about 1/256.
+What is lost is at most half a unit in the last place of φ where φ and θ are alike. In steps of
+|φ|ε/254 it fits into int8, and d comes back within 2⁻³² |φ| in float32 (2⁻⁶¹ |φ| in float64) and
+its own rounding: φ itself is 256 times farther from θ + d. In inner steps that is less than what
+the rounding of φ does to the gradient, unless α times the curvature is below about 1/256.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ _MOST = 127  # of int8
 
 
 def remainder(phi: Tensor, theta: Tensor, d: Tensor, *, most: int) -> Tensor:
-    """What rounding φ = θ + d has lost of d, in int8; of φ, θ and d `most` entries are worked on at a time.
+    """What rounding φ = θ + d has lost of d, in int8; of φ, θ and d `most` entries are worked on at
+    a time.
 
     Example:
         >>> theta, d = torch.tensor([1000.0]), torch.tensor([1.0001])
@@ -29,7 +32,14 @@ def remainder(phi: Tensor, theta: Tensor, d: Tensor, *, most: int) -> Tensor:
     unit = torch.finfo(phi.dtype).eps / (2 * _MOST)
     for part, at, centre, moved in pieces(lost, phi, theta, d, most=most):
         # Where φ is 0 this is 0/0, and whatever int8 makes of that is multiplied by φ again.
-        part.copy_(torch.sub(at, centre).sub_(moved).div_(at).mul_(-1 / unit).round_().clamp_(-_MOST, _MOST))
+        part.copy_(
+            torch.sub(at, centre)
+            .sub_(moved)
+            .div_(at)
+            .mul_(-1 / unit)
+            .round_()
+            .clamp_(-_MOST, _MOST)
+        )
     return lost
 
 
@@ -39,7 +49,8 @@ def recovered(phi: Tensor, theta: Tensor, lost: Tensor) -> Tensor:
 
 
 def pieces(*leaves: Tensor, most: int) -> Iterator[tuple[Tensor, ...]]:
-    """Views of about `most` entries at most, cut alike out of tensors of one shape, along its longest axis.
+    """Views of about `most` entries at most, cut alike out of tensors of one shape, along its
+    longest axis.
 
     Example:
         >>> [tuple(piece.shape) for (piece,) in pieces(torch.zeros(2, 5), most=4)]

@@ -1,4 +1,6 @@
-"""How many solves fit side by side into a device's free memory, from what one of them keeps for its backward pass."""
+"""How many solves fit side by side into a device's free memory, from what one of them keeps for its
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,16 @@ from metanudge.problem import Problem
 from metanudge.task import Batch, Task
 
 _SHARE = 0.7  # of the free memory; the rest is for the optimizer, the caller and fragments
-_KEPT = 2.0  # memory in use at the height of a backward pass, as a multiple of what the forward pass kept
-_COPIES = 8  # of the parameters: φ, displacement, gradient, force, update, and what is on its way between them
+# memory in use at the height of a backward pass, as a multiple of what the forward pass kept
+_KEPT = 2.0
+# of the parameters: φ, displacement, gradient, force, update, and what is on its way between them
+_COPIES = 8
 
 
 def bytes_per_row(problem: Problem, task: Task, *, graphs: int = 0) -> int:
-    """An estimate of the memory that one row takes; so many support gradients are held with the graph that made them."""
+    """An estimate of the memory that one row takes; so many support gradients are held with the
+    graph that made them.
+    """
     support, query = (_kept_by(problem, batch) for batch in (task.support, task.query))
     parameters = sum(p.numel() * p.element_size() for p in problem.parameters.values())
     # A gradient with a graph behind it keeps about as much again for each of its two passes.
@@ -55,6 +61,11 @@ def _kept_by(problem: Problem, batch: Batch) -> int:
 
     buffers = {f"model.{n}": b.clone() for n, b in problem.objective.model.named_buffers()}
     watch = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
-    with Draws(0, problem.device).preserved(), torch.enable_grad(), tensors_kept(problem.modules), watch:
+    with (
+        Draws(0, problem.device).preserved(),
+        torch.enable_grad(),
+        tensors_kept(problem.modules),
+        watch,
+    ):
         functional_call(problem.objective, buffers, (batch,))
     return sum(kept.values())

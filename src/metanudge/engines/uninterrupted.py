@@ -1,10 +1,12 @@
 """Signals wait while the user's module is not as it was.
 
-A handler that raises (Ctrl-C does) may do so between any two instructions: of ours, and of torch's, where a parameter is exchanged or a
-`vmap` is entered. Blocking the signal does not help, since another thread may take it and Python runs the handler in the main thread all
-the same. So within `uninterrupted` all of Python's handlers are replaced by one that takes a note. What was noted goes to the handler
-that was there before, at the next loss evaluation (`obey`) and on the way out; nothing else can raise there, so that all that was touched
-is put back. Handlers exist in the main thread only; in others there is nothing to do.
+A handler that raises (Ctrl-C does) may do so between any two instructions: of ours, and of torch's,
+where a parameter is exchanged or a `vmap` is entered. Blocking the signal does not help, since
+another thread may take it and Python runs the handler in the main thread all the same. So within
+`uninterrupted` all of Python's handlers are replaced by one that takes a note. What was noted goes
+to the handler that was there before, at the next loss evaluation (`obey`) and on the way out;
+nothing else can raise there, so that all that was touched is put back. Handlers exist in the main
+thread only; in others there is nothing to do.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from typing import Any
 from torch import nn
 
 PATIENCE = 2.0
-"""Seconds that a signal waits; then one more is obeyed wherever the program is, since the evaluation may hang."""
+"""Seconds that a signal waits; then one more is obeyed wherever the program is, since the
+evaluation may hang.
+"""
 
 _NUMBERS = range(1, _signal.NSIG)
 _open: set[object] = set()
@@ -30,7 +34,9 @@ _waiting: list[tuple[int, float]] = []
 
 
 class _Interrupted(BaseException):
-    """What a handler raised, on its way out through code that may have its own ideas about errors."""
+    """What a handler raised, on its way out through code that may have its own ideas about
+    errors.
+    """
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -54,7 +60,9 @@ def uninterrupted() -> Iterator[None]:
 
 
 def obey() -> None:
-    """Hand over a signal that waits: everything touched up to here is put back if its handler raises."""
+    """Hand over a signal that waits: everything touched up to here is put back if its handler
+    raises.
+    """
     if _waiting and threading.current_thread() is threading.main_thread():
         number, _ = _waiting.pop(0)
         try:
@@ -65,7 +73,9 @@ def obey() -> None:
 
 @contextmanager
 def restored(restore: Callable[[], None]) -> Iterator[None]:
-    """Run `restore` on the way out, and again in case something cut it short; it must not matter how often it runs."""
+    """Run `restore` on the way out, and again in case something cut it short; it must not matter
+    how often it runs.
+    """
     try:
         try:
             yield
@@ -77,9 +87,14 @@ def restored(restore: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def tensors_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, `functional_call` may exchange the modules' parameters and buffers; should that be cut short, they are put back."""
+    """Within, `functional_call` may exchange the modules' parameters and buffers; should that be
+    cut short, they are put back.
+    """
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (tensors, dict(tensors)) for module in modules for tensors in (module._parameters, module._buffers) if tensors
+        (tensors, dict(tensors))
+        for module in modules
+        for tensors in (module._parameters, module._buffers)
+        if tensors
     ]
 
     def restore() -> None:

@@ -1,8 +1,9 @@
 """Tasks side by side with `torch.func`: any model that works under `vmap`.
 
-Every gradient is `vmap(grad(...))` over rows; derivatives are always taken inside `vmap`, never outside it: `grad(vmap(...))`
-gives wrong second derivatives through `F.batch_norm` (2–5 % off, silently, in torch 2.13). Buffers are copied for every evaluation and
-thrown away, so running statistics stay as they are.
+Every gradient is `vmap(grad(...))` over rows; derivatives are always taken inside `vmap`, never
+outside it: `grad(vmap(...))` gives wrong second derivatives through `F.batch_norm` (2–5 % off,
+silently, in torch 2.13). Buffers are copied for every evaluation and thrown away, so running
+statistics stay as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class StackedInner(Inner):
 
     problem: Problem
 
-    def __init__(self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost) -> None:
+    def __init__(
+        self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost
+    ) -> None:
         super().__init__(problem, stack.places, cost)
         self._stack = stack
         self._nudges_at_once = nudges_at_once
@@ -44,27 +47,36 @@ class StackedInner(Inner):
         self._omega = {n: p.detach() for n, p in problem.shared.items()}
         model = problem.objective.model
         self._buffers = {f"model.{n}": b.detach() for n, b in model.named_buffers()}
-        # Only a module in training mode writes its buffers; then every row needs its own copy to write to.
-        self._buffers_written = any(m.training and next(m.buffers(recurse=False), None) is not None for m in model.modules())
+        # Only a module in training mode writes its buffers; then every row needs its own copy to
+        # write to.
+        self._buffers_written = any(
+            m.training and next(m.buffers(recurse=False), None) is not None for m in model.modules()
+        )
 
     @property
     def nudges_at_once(self) -> int:
         """As many as the chunk allows."""
         return self._nudges_at_once
 
-    def data_gradient(self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
+    def data_gradient(
+        self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params]:
         """Losses and gradient of f̂ + ν f for all rows."""
         rows = num_rows(d)
         self._count(rows, offsets)
 
-        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> tuple[Params, Tensor]:
+        def row(
+            d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch
+        ) -> tuple[Params, Tensor]:
             def loss(d: Params) -> tuple[Tensor, Tensor]:
                 value = self._nudged(d, nu, buffers, support, query, step)
                 return value, value.detach()
 
             return grad(loss, has_aux=True)(d)
 
-        g, losses = self._over_rows(row, rows, (d, offsets), step, batch_size, with_query=offsets is not None)
+        g, losses = self._over_rows(
+            row, rows, (d, offsets), step, batch_size, with_query=offsets is not None
+        )
         return losses, g
 
     @property
@@ -84,7 +96,9 @@ class StackedInner(Inner):
                 return self._loss(d, buffers, query, step, "query", self._theta | omega)[0]
 
             losses = self._over_rows(both, rows, (leaves,), step, None)
-            g = torch.autograd.grad(losses.sum(), [*leaves.values(), *omega.values()], materialize_grads=True)
+            g = torch.autograd.grad(
+                losses.sum(), [*leaves.values(), *omega.values()], materialize_grads=True
+            )
             found = dict(zip([*leaves, *omega], g, strict=True))
             return {n: leaf if n in leaves else leaf.unsqueeze(0) for n, leaf in found.items()}
 
@@ -93,18 +107,33 @@ class StackedInner(Inner):
 
         return self._over_rows(row, rows, (d,), step, None)
 
-    def shared_gradient(self, d: Params, offsets: Tensor | None, weights: Sequence[float]) -> Params:
-        """The weighted gradient of f̂ + ν f by the shared parameters: first derivatives only, so autograd may sum over rows by itself."""
+    def shared_gradient(
+        self, d: Params, offsets: Tensor | None, weights: Sequence[float]
+    ) -> Params:
+        """The weighted gradient of f̂ + ν f by the shared parameters: first derivatives only, so
+        autograd may sum over rows by itself.
+        """
         rows = num_rows(d)
         self._count(rows, offsets)
         omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
 
-        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Tensor:
+        def row(
+            d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch
+        ) -> Tensor:
             value = self._loss(d, buffers, support, 0, "support", self._theta | omega)[0]
-            return value if nu is None else value + nu * self._loss(d, buffers, query, 0, "query", self._theta | omega)[0]
+            return (
+                value
+                if nu is None
+                else value + nu * self._loss(d, buffers, query, 0, "query", self._theta | omega)[0]
+            )
 
-        losses = self._over_rows(row, rows, (d, offsets), 0, None, with_query=offsets is not None).unflatten(0, (len(weights), -1))
-        total = sum((w * part.sum() for w, part in zip(weights[1:], losses[1:], strict=True)), weights[0] * losses[0].sum())
+        losses = self._over_rows(
+            row, rows, (d, offsets), 0, None, with_query=offsets is not None
+        ).unflatten(0, (len(weights), -1))
+        total = sum(
+            (w * part.sum() for w, part in zip(weights[1:], losses[1:], strict=True)),
+            weights[0] * losses[0].sum(),
+        )
         g = torch.autograd.grad(total, list(omega.values()), materialize_grads=True)
         return {n: leaf.unsqueeze(0) for n, leaf in zip(omega, g, strict=True)}
 
@@ -140,18 +169,28 @@ class StackedInner(Inner):
     def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
         """f̂ + ν f without gradients."""
 
-        def row(d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Tensor:
+        def row(
+            d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch
+        ) -> Tensor:
             return self._nudged(d, nu, buffers, support, query, step)
 
         with torch.no_grad():
-            return self._over_rows(row, num_rows(d), (d, offsets), step, None, with_query=offsets is not None)
+            return self._over_rows(
+                row, num_rows(d), (d, offsets), step, None, with_query=offsets is not None
+            )
 
-    def data_hvp(self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None) -> tuple[Tensor, Params, Params]:
-        """Losses, gradient and Hessian-vector product: forward over reverse, reverse over reverse where that is missing."""
+    def data_hvp(
+        self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
+    ) -> tuple[Tensor, Params, Params]:
+        """Losses, gradient and Hessian-vector product: forward over reverse, reverse over reverse
+        where that is missing.
+        """
         rows = num_rows(d)
         _load_forward_mode()
 
-        def row(d: Params, v: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch) -> Any:
+        def row(
+            d: Params, v: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch
+        ) -> Any:
             def gradient(d: Params) -> tuple[Params, Tensor]:
                 def loss(d: Params) -> tuple[Tensor, Tensor]:
                     value = self._nudged(d, nu, buffers, support, query, step)
@@ -173,7 +212,9 @@ class StackedInner(Inner):
         except torch.cuda.OutOfMemoryError:
             raise
         except (NotImplementedError, RuntimeError):
-            forward_mode = False  # the Hessian is symmetric, so the transposed product is the product
+            forward_mode = (
+                False  # the Hessian is symmetric, so the transposed product is the product
+            )
             losses, g, hv = self._over_rows(*arguments, second_order=True)
         self._count(rows, offsets)
         self.cost.hessian_products += rows
@@ -184,9 +225,13 @@ class StackedInner(Inner):
         proximal = self.problem.proximal
         h = {n: p.detach() for n, p in self.problem.meta_parameters.items()}
 
-        def row(start: Params, chosen: list[Tensor], buffers: Params, support: Batch, query: Batch) -> Any:
+        def row(
+            start: Params, chosen: list[Tensor], buffers: Params, support: Batch, query: Batch
+        ) -> Any:
             def outer(h: Params) -> Any:
-                force, mu = proximal.bind({n: h[n] for n in self._theta}, {n: h[n] for n in proximal.learned})
+                force, mu = proximal.bind(
+                    {n: h[n] for n in self._theta}, {n: h[n] for n in proximal.learned}
+                )
                 losses, residuals = [], []
 
                 def gradient(d: Params, step: int) -> Params:
@@ -199,27 +244,39 @@ class StackedInner(Inner):
                     g, loss = grad(inner, has_aux=True)(d)
                     g = {n: leaf + g[n] for n, leaf in force(d).items()}
                     losses.append(loss)
-                    residuals.append(norm({n: leaf.detach().unsqueeze(0) for n, leaf in g.items()})[0])
+                    residuals.append(
+                        norm({n: leaf.detach().unsqueeze(0) for n, leaf in g.items()})[0]
+                    )
                     return g
 
                 d = unroll(solver, start, gradient, strong_convexity=mu, last=unrolled)
                 value = self._loss(d, buffers, query, 0, "query", h)[0]
-                return value, (torch.stack(losses).detach(), torch.stack(residuals), {n: leaf.detach() for n, leaf in d.items()})
+                return value, (
+                    torch.stack(losses).detach(),
+                    torch.stack(residuals),
+                    {n: leaf.detach() for n, leaf in d.items()},
+                )
 
             return grad(outer, has_aux=True)(h)
 
         chosen = self._minibatches(solver.steps, solver.batch_size)
         arguments = (self.zeros(self.tasks), chosen)
-        g, (losses, residuals, d) = self._over_rows(row, self.tasks, arguments, 0, None, second_order=True)
+        g, (losses, residuals, d) = self._over_rows(
+            row, self.tasks, arguments, 0, None, second_order=True
+        )
         return g, self._unrolled(d, losses.T, residuals.T, unrolled)
 
     def _unrolled(self, d: Params, losses: Tensor, residuals: Tensor, unrolled: int) -> Solution:
-        """The solution of steps of which the last `unrolled` were differentiated, counted; losses and residuals are `(steps, tasks)`."""
+        """The solution of steps of which the last `unrolled` were differentiated, counted; losses
+        and residuals are `(steps, tasks)`.
+        """
         self.cost.support_gradients += self.tasks * len(losses)
         self.cost.query_gradients += self.tasks
         self.cost.hessian_products += self.tasks * unrolled
         steps = torch.full((self.tasks,), len(losses), device=self.problem.device)
-        return Solution(d, steps, residuals[-1], residuals[-1] / self.problem.smallest_lam, losses, residuals)
+        return Solution(
+            d, steps, residuals[-1], residuals[-1] / self.problem.smallest_lam, losses, residuals
+        )
 
     def hessian(self, d: Params) -> Tensor:
         """Some columns at a time."""
@@ -227,30 +284,49 @@ class StackedInner(Inner):
         columns = []
         for first in range(0, size, _COLUMNS_AT_ONCE):
             count = min(_COLUMNS_AT_ONCE, size - first)
-            basis = torch.zeros(count, size, dtype=next(iter(d.values())).dtype, device=self.problem.device)
+            basis = torch.zeros(
+                count, size, dtype=next(iter(d.values())).dtype, device=self.problem.device
+            )
             basis[:, first : first + count] = torch.eye(count)
             v = unflatten(basis.repeat_interleave(self.tasks, 0), d)
             repeated = {n: torch.cat([leaf] * count) for n, leaf in d.items()}
-            columns.append(flatten(self.data_hvp(repeated, v, None, 0, None)[2]).unflatten(0, (count, self.tasks)))
+            columns.append(
+                flatten(self.data_hvp(repeated, v, None, 0, None)[2]).unflatten(
+                    0, (count, self.tasks)
+                )
+            )
         return torch.cat(columns).permute(1, 2, 0)
 
     def apart(self, row: int) -> Inner:
         """One task of the group."""
-        return type(self)(self.problem, self._stack[row : row + 1], self._nudges_at_once, self._draws, self.cost)
+        return type(self)(
+            self.problem, self._stack[row : row + 1], self._nudges_at_once, self._draws, self.cost
+        )
 
     def _loss(
-        self, d: Params, buffers: Params, batch: Batch, step: int, which: str, theta: Params | None = None
+        self,
+        d: Params,
+        buffers: Params,
+        batch: Batch,
+        step: int,
+        which: str,
+        theta: Params | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Loss and accuracy of one row at θ + d, with the shared parameters as they are unless d moves them too."""
+        """Loss and accuracy of one row at θ + d, with the shared parameters as they are unless d
+        moves them too.
+        """
         theta = self._theta | self._omega if theta is None else theta
         phi = {f"model.{n}": theta[n] for n in self._omega if n not in d}
         phi |= {f"model.{n}": (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
-        # Fresh copies: a module may write its buffers, and what it writes must not outlive this evaluation.
+        # Fresh copies: a module may write its buffers, and what it writes must not outlive this
+        # evaluation.
         kept = {n: b.clone() for n, b in buffers.items()} if self._buffers_written else buffers
         with self._draws.seeded(step, which):
             return functional_call(self.problem.objective, (phi, kept), (batch,))
 
-    def _nudged(self, d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch, step: int) -> Tensor:
+    def _nudged(
+        self, d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch, step: int
+    ) -> Tensor:
         value = self._loss(d, buffers, support, step, "support")[0]
         return value if nu is None else value + nu * self._loss(d, buffers, query, step, "query")[0]
 
@@ -267,10 +343,16 @@ class StackedInner(Inner):
         second_order: bool = False,
     ) -> Any:
         """`vmap` a function of one row's arguments, buffers, support and query over all rows."""
-        arguments = [dict(argument) if isinstance(argument, Flat) else argument for argument in arguments]  # vmap knows plain dicts only
+        # vmap knows plain dicts only
+        arguments = [
+            dict(argument) if isinstance(argument, Flat) else argument for argument in arguments
+        ]
         repeats = rows // self.tasks
         support = self._minibatch_of_support(step, batch_size)
-        data = [repeated(support, repeats), repeated(self._stack.query, repeats) if with_query else None]
+        data = [
+            repeated(support, repeats),
+            repeated(self._stack.query, repeats) if with_query else None,
+        ]
         buffers = self._buffers
         if self._buffers_written:
             buffers = {n: b.expand(rows, *b.shape) for n, b in buffers.items()}
@@ -284,7 +366,9 @@ class StackedInner(Inner):
             # The fused attention kernels know no second derivatives and, on a CPU, no vmap.
             plain = second_order or self.problem.device.type == "cpu"
             with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
-                return vmap(function, in_dims=in_dims, randomness="same")(*arguments, buffers, *data)
+                return vmap(function, in_dims=in_dims, randomness="same")(
+                    *arguments, buffers, *data
+                )
 
         return self._explained(run) if diagnose else run()
 
@@ -298,7 +382,9 @@ class StackedInner(Inner):
             raise self._diagnosed(run, error) from error
 
     def _diagnosed(self, run: Callable[[], Any], error: Exception) -> Exception:
-        """Tell a model that refuses its data from one that cannot be stacked: only the latter runs by itself."""
+        """Tell a model that refuses its data from one that cannot be stacked: only the latter runs
+        by itself.
+        """
         task = self._stack.task(0)
         for which, batch in (("support", task.support), ("query", task.query)):
             try:
@@ -316,7 +402,9 @@ class StackedInner(Inner):
         self.cost.query_gradients += rows if offsets is not None else 0
 
     def _minibatches(self, steps: int, batch_size: int | None) -> list[Tensor]:
-        """Indices of each step's minibatch, `(tasks, batch_size)` a step; empty when all examples are used."""
+        """Indices of each step's minibatch, `(tasks, batch_size)` a step; empty when all examples
+        are used.
+        """
         size = num_examples(self._stack.support, axis=1)
         if batch_size is None or batch_size >= size:
             return []
@@ -337,7 +425,9 @@ class StackedInner(Inner):
 
 @cache
 def _load_forward_mode() -> None:
-    """Have torch load its forward-mode rules now: doing so warns of a deprecation within torch that users can do nothing about."""
+    """Have torch load its forward-mode rules now: doing so warns of a deprecation within torch that
+    users can do nothing about.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
@@ -355,4 +445,6 @@ def _constants_apart(batch: Batch) -> Batch:
 
 def repeated(batch: Batch, times: int) -> Batch:
     """All tasks of a batch, several times over."""
-    return batch if times == 1 else map_tensors(lambda t: t.repeat(times, *[1] * (t.ndim - 1)), batch)
+    return (
+        batch if times == 1 else map_tensors(lambda t: t.repeat(times, *[1] * (t.ndim - 1)), batch)
+    )

@@ -1,4 +1,6 @@
-"""How to differentiate: one method a file, all through the interface of `metanudge.estimators.base`."""
+"""How to differentiate: one method a file, all through the interface of
+`metanudge.estimators.base`.
+"""
 
 from metanudge.estimators.base import Estimator
 from metanudge.estimators.esmaml import ESMAML

@@ -12,7 +12,8 @@ from metanudge.solvers.base import Solution, Solver
 
 
 class Estimator(ABC):
-    """How to differentiate: turns solves of the inner problem into a meta-gradient, for models with tasks and any bilevel problem alike.
+    """How to differentiate: turns solves of the inner problem into a meta-gradient, for models with
+    tasks and any bilevel problem alike.
 
     Attributes:
         repeats_itself: whether every call launches the same kernels and never waits for the device.
@@ -31,26 +32,32 @@ class Estimator(ABC):
         return 1
 
     def graphs(self, solver: Solver) -> int:
-        """How many support gradients it holds with the graphs that made them: none where first derivatives are enough."""
+        """How many support gradients it holds with the graphs that made them: none where first
+        derivatives are enough.
+        """
         return 0
 
     def check(self, solver: Solver) -> None:  # noqa: B027 (most work with any)
         """Raise where the estimator cannot work with this solver."""
 
     def check_problem(self, problem: TwoLevels) -> None:  # noqa: B027 (most work with any)
-        """Raise where the estimator cannot learn what this problem wants learned (a stiffness, shared layers), or not with its term."""
+        """Raise where the estimator cannot learn what this problem wants learned (a stiffness,
+        shared layers), or not with its term.
+        """
 
     @abstractmethod
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
-        """Add the meta-gradient of a group of tasks to `total`, divided by the number of tasks of the whole batch."""
+        """Add the meta-gradient of a group of tasks to `total`, divided by the number of tasks of
+        the whole batch.
+        """
 
 
 def refuse_stiffness(estimator: Estimator, problem: TwoLevels, why: str) -> None:
     """Raise where λ is to be learned."""
     if problem.proximal.learned:
         raise ValueError(
-            f"{type(estimator).__name__} has no gradient for the stiffness λ (learn_lam): {why}. Use FOBMAML, MAML, IMAML or Exact, or "
-            "leave learn_lam out."
+            f"{type(estimator).__name__} has no gradient for the stiffness λ (learn_lam): {why}."
+            " Use FOBMAML, MAML, IMAML or Exact, or leave learn_lam out."
         )
 
 
@@ -58,8 +65,9 @@ def refuse_shared(estimator: Estimator, problem: TwoLevels, why: str) -> None:
     """Raise where some layers are shared."""
     if problem.shared:
         raise ValueError(
-            f"{type(estimator).__name__} has no gradient for parameters that do not adapt ({some(list(problem.shared), 3)}): {why}. "
-            "Use FOBMAML, MAML, IMAML, FOMAML or Exact, leave adapt out, or freeze them with requires_grad_(False)."
+            f"{type(estimator).__name__} has no gradient for parameters that do not adapt"
+            f" ({some(list(problem.shared), 3)}): {why}. Use FOBMAML, MAML, IMAML, FOMAML or Exact,"
+            " leave adapt out, or freeze them with requires_grad_(False)."
         )
 
 

@@ -17,12 +17,15 @@ from metanudge.solvers.base import Solver, check_count, check_positive
 
 @dataclass(frozen=True)
 class ESMAML(Estimator):
-    """∇F_i ≈ 1/(2σn) Σ_s [F_i(θ + σε_s) − F_i(θ − σε_s)] ε_s with ε_s ~ N(0, I): antithetic Gaussian smoothing (paper, §3.4).
+    """∇F_i ≈ 1/(2σn) Σ_s [F_i(θ + σε_s) − F_i(θ − σε_s)] ε_s with ε_s ~ N(0, I): antithetic
+    Gaussian smoothing (paper, §3.4).
 
     Args:
         sigma: σ, size of the perturbations.
-        samples: n; the error falls as n^-1/2 and grows with the square root of the number of parameters.
-        seed: of the perturbations; each task of a batch gets its own, and other ones in every meta-step.
+        samples: n; the error falls as n^-1/2 and grows with the square root of the number of
+            parameters.
+        seed: of the perturbations; each task of a batch gets its own, and other ones in every
+            meta-step.
 
     Cost per task: 2n solves; no gradient of the query loss at all.
     """
@@ -56,23 +59,42 @@ class ESMAML(Estimator):
         for sample in range(self.samples):
             noise = self._noise(inner, total.seed, sample)
             for signs in inner.parts((1.0, -1.0)):
-                shift = {n: torch.cat([sign * self.sigma * leaf for sign in signs]) for n, leaf in noise.items()}
+                shift = {
+                    n: torch.cat([sign * self.sigma * leaf for sign in signs])
+                    for n, leaf in noise.items()
+                }
                 solution = inner.solve(solver, offsets=[0.0] * len(signs), shift=shift)
                 total.record(inner, solution, share=share * len(signs))
                 measured = inner.measure_query(solution.displacement, shift)
                 total.check(inner.places, "query loss", measured.loss)
                 total.record_query(None, measured, tasks=inner.tasks, share=share * len(signs))
-                for sign, losses in zip(signs, measured.loss.unflatten(0, (len(signs), -1)), strict=True):
-                    weighted = {n: leaf * losses.view(-1, *[1] * (leaf.ndim - 1)).to(leaf.dtype) for n, leaf in noise.items()}
+                for sign, losses in zip(
+                    signs, measured.loss.unflatten(0, (len(signs), -1)), strict=True
+                ):
+                    weighted = {
+                        n: leaf * losses.view(-1, *[1] * (leaf.ndim - 1)).to(leaf.dtype)
+                        for n, leaf in noise.items()
+                    }
                     total.add(weighted, sign / (2 * self.sigma * self.samples))
 
     def _noise(self, inner: Inner, meta_step: int, sample: int) -> Params:
-        """ε_s of every task, the same on every engine and for every chunk, from its own seed and that of the meta-step."""
+        """ε_s of every task, the same on every engine and for every chunk, from its own seed and
+        that of the meta-step.
+        """
         problem = inner.problem
         perturbed = problem.parameters if problem.learns_theta else problem.shared
         rows = []
         for row in range(inner.tasks):
-            generator = torch.Generator().manual_seed(mix(self.seed, *inner.stream(meta_step, row), sample, 3))
-            rows.append({n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in perturbed.items()})
+            generator = torch.Generator().manual_seed(
+                mix(self.seed, *inner.stream(meta_step, row), sample, 3)
+            )
+            rows.append(
+                {
+                    n: torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                    for n, p in perturbed.items()
+                }
+            )
         dtypes = {n: torch.promote_types(p.dtype, torch.float32) for n, p in perturbed.items()}
-        return {n: torch.stack([row[n] for row in rows]).to(problem.device, dtypes[n]) for n in dtypes}
+        return {
+            n: torch.stack([row[n] for row in rows]).to(problem.device, dtypes[n]) for n in dtypes
+        }

@@ -22,7 +22,8 @@ class Exact(Estimator):
     """g_i = λ (∇²f̂ + λ)⁻¹ ∇f at φ_K  (paper, eq. 8): exact where the solver has converged.
 
     Args:
-        max_parameters: refuse larger models; a dense Hessian has the square of this many entries per task.
+        max_parameters: refuse larger models; a dense Hessian has the square of this many entries
+            per task.
 
     Cost per task: K support gradients, one Hessian-vector product per parameter, a dense solve.
     """
@@ -31,24 +32,33 @@ class Exact(Estimator):
     engines = ("stacked",)
 
     def __post_init__(self) -> None:
-        check_count(self.max_parameters, "max_parameters", "5000 parameters take 200 MB per task in float64.")
+        check_count(
+            self.max_parameters,
+            "max_parameters",
+            "5000 parameters take 200 MB per task in float64.",
+        )
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the dense implicit gradients of a group of tasks."""
         size = sum(p.numel() for p in inner.problem.parameters.values())
         if size > self.max_parameters:
             raise ValueError(
-                f"Exact builds a dense Hessian of {size} × {size} entries per task; the limit is {self.max_parameters} parameters. "
-                "Use IMAML(cg_steps=200, tol=1e-10) instead, a smaller model, or raise max_parameters."
+                f"Exact builds a dense Hessian of {size} × {size} entries per task; the limit is"
+                f" {self.max_parameters} parameters. Use IMAML(cg_steps=200, tol=1e-10) instead, a"
+                " smaller model, or raise max_parameters."
             )
         d = solve_plainly(inner, solver, total).displacement
         q = query_gradient(total, inner, d)
         system = inner.hessian(d) + self._curvature(inner, d, size)
-        total.check(inner.places, "Hessian (after the query gradient)", system.flatten(1).norm(dim=1))
+        total.check(
+            inner.places, "Hessian (after the query gradient)", system.flatten(1).norm(dim=1)
+        )
         target = flatten(q)
         x = torch.linalg.solve(system, target)
         residual = (torch.linalg.vecdot(system, x.unsqueeze(1)) - target).norm(dim=1)
-        solve = LinearSolve(unflatten(x, d), residual, size, torch.zeros_like(residual, dtype=torch.bool))
+        solve = LinearSolve(
+            unflatten(x, d), residual, size, torch.zeros_like(residual, dtype=torch.bool)
+        )
         inner.judge(solve)
         add_response(total, inner, d, solve.x, -1.0)
 
@@ -57,10 +67,18 @@ class Exact(Estimator):
         """The dense Hessian of the proximal term of each task, `(tasks, n, n)`."""
         proximal = inner.problem.proximal
         if isinstance(proximal, Diagonal):
-            return torch.diag(flatten({n: proximal.lam[n].expand_as(leaf[0]).unsqueeze(0) for n, leaf in d.items()})[0])
-        basis = unflatten(torch.eye(size, dtype=next(iter(d.values())).dtype, device=inner.problem.device), d)
+            return torch.diag(
+                flatten(
+                    {n: proximal.lam[n].expand_as(leaf[0]).unsqueeze(0) for n, leaf in d.items()}
+                )[0]
+            )
+        basis = unflatten(
+            torch.eye(size, dtype=next(iter(d.values())).dtype, device=inner.problem.device), d
+        )
         columns = []
         for task in range(inner.tasks):
             here = {n: leaf[task].expand(size, *leaf.shape[1:]) for n, leaf in d.items()}
-            columns.append(flatten(proximal.add_curvature(zeros_like(basis), here, basis, inner.theta)).T)
+            columns.append(
+                flatten(proximal.add_curvature(zeros_like(basis), here, basis, inner.theta)).T
+            )
         return torch.stack(columns)

@@ -1,6 +1,7 @@
 """FO-B-MAML: the meta-gradient as the motion of the inner solution under a nudge.
 
-E. M. Chayti and M. Jaggi, A New First-Order Meta-Learning Algorithm with Convergence Guarantees, TMLR 2026, Algorithm 1.
+E. M. Chayti and M. Jaggi, A New First-Order Meta-Learning Algorithm with Convergence Guarantees,
+TMLR 2026, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -24,34 +25,42 @@ from metanudge.solvers.base import LinearSolver, Solution, Solver, check_positiv
 
 @dataclass(frozen=True)
 class FOBMAML(Estimator):
-    """∇F_i(θ) = −λ dφ*_{i,ν}/dν at ν = 0 (Proposition 1), with the derivative taken by a finite difference or by a tangent.
+    """∇F_i(θ) = −λ dφ*_{i,ν}/dν at ν = 0 (Proposition 1), with the derivative taken by a finite
+    difference or by a tangent.
 
-    The defaults are chosen from the project's ablation (`metanudge reproduce ablation`). The paper's estimator is `FOBMAML(nu=0.1)`.
+    The defaults are chosen from the project's ablation (`metanudge reproduce ablation`). The
+    paper's estimator is `FOBMAML(nu=0.1)`.
 
     Args:
-        nu: ν, size of the nudge. The error is O(ν^order) from the stencil plus O(λδ/ν) from inner solves of precision δ; in networks
-            with ReLU or max-pooling, kinks make small ν worse (`check_gradient` shows it on your model). `"auto"`, the default,
-            or None: it is chosen, by a learner again every 50 meta-steps (`metanudge.tuning`); `Stats.nu` is the ν used.
-        stencil: `"symmetric"` {−ν, ν}, error O(ν²); `"forward"` {0, ν}, O(ν); `"five-point"` {±ν, ±2ν}, O(ν⁴); `"tangent"`:
-            differentiate the solver's steps in the scalar ν in forward mode: no ν, no truncation error, memory that does not grow
-            with the steps; needs second derivatives, `GradientDescent` or `Nesterov`, and the stacked engine.
-        nudge: `"loss"`, ν f as in the paper: every inner step also needs a query gradient. `"gradient"`, ν⟨∇f(φ_0), φ⟩: the same
-            derivative at ν = 0 with one query gradient per task, at the price of one more solve (for φ_0).
-        start: where nudged solves start. `"theta"` as in the paper; aims at the implicit gradient, and stands inner steps that
-            overshoot. `"shifted"`: at θ − ν∇f(φ_0)/λ, after one more solve, for φ_0; learns faster where inner steps are stable and
-            the shift is short. With the gradient nudge it differentiates the K-step adaptation (for K = 1 and a scalar λ it is MAML's
-            gradient). `"solution"`: at the un-nudged φ_0; K more steps from there.
-        unshrink: K steps from θ or φ_0 reach only part of the nudge's effect, 1 − (1 − αλ)^K of it where the support loss is flat:
-            the estimate is that much too small. True divides the factor out. Adam does not care; SGD does.
+        nu: ν, size of the nudge. The error is O(ν^order) from the stencil plus O(λδ/ν) from inner
+            solves of precision δ; in networks with ReLU or max-pooling, kinks make small ν worse
+            (`check_gradient` shows it on your model). `"auto"`, the default, or None: it is chosen,
+            by a learner again every 50 meta-steps (`metanudge.tuning`); `Stats.nu` is the ν used.
+        stencil: `"symmetric"` {−ν, ν}, error O(ν²); `"forward"` {0, ν}, O(ν); `"five-point"` {±ν,
+            ±2ν}, O(ν⁴); `"tangent"`: differentiate the solver's steps in the scalar ν in forward
+            mode: no ν, no truncation error, memory that does not grow with the steps; needs second
+            derivatives, `GradientDescent` or `Nesterov`, and the stacked engine.
+        nudge: `"loss"`, ν f as in the paper: every inner step also needs a query gradient.
+            `"gradient"`, ν⟨∇f(φ_0), φ⟩: the same derivative at ν = 0 with one query gradient per
+            task, at the price of one more solve (for φ_0).
+        start: where nudged solves start. `"theta"` as in the paper; aims at the implicit gradient,
+            and stands inner steps that overshoot. `"shifted"`: at θ − ν∇f(φ_0)/λ, after one more
+            solve, for φ_0; learns faster where inner steps are stable and the shift is short. With
+            the gradient nudge it differentiates the K-step adaptation (for K = 1 and a scalar λ it
+            is MAML's gradient). `"solution"`: at the un-nudged φ_0; K more steps from there.
+        unshrink: K steps from θ or φ_0 reach only part of the nudge's effect, 1 − (1 − αλ)^K of it
+            where the support loss is flat: the estimate is that much too small. True divides the
+            factor out. Adam does not care; SGD does.
 
-    A learned stiffness and shared layers get their part of the same identity, d/dν ∂_h[g + ν f] at the nudged solutions. It is the
-    implicit gradient, right where inner solves have converged, whatever the start: `"shifted"` does not turn these parts into those of
-    the K-step adaptation (its starting point depends on λ, which the identity leaves out). Shared layers cost one more gradient for each
-    nudged solve.
+    A learned stiffness and shared layers get their part of the same identity, d/dν ∂_h[g + ν f] at
+    the nudged solutions. It is the implicit gradient, right where inner solves have converged,
+    whatever the start: `"shifted"` does not turn these parts into those of the K-step adaptation
+    (its starting point depends on λ, which the identity leaves out). Shared layers cost one more
+    gradient for each nudged solve.
 
-    Cost per task with K steps: symmetric loss nudge 2K support and 2K query gradients, K support gradients and a query gradient more
-    from the shifted start; symmetric gradient nudge 3K support gradients and one query gradient. An automatic ν adds less than 5 %.
-    Memory: that of the solver.
+    Cost per task with K steps: symmetric loss nudge 2K support and 2K query gradients, K support
+    gradients and a query gradient more from the shifted start; symmetric gradient nudge 3K support
+    gradients and one query gradient. An automatic ν adds less than 5 %. Memory: that of the solver.
 
     Example:
         >>> FOBMAML(nu=0.05, stencil="forward").stencil
@@ -69,7 +78,9 @@ class FOBMAML(Estimator):
         """Algorithm 1, lines 5 to 9, for a group of tasks: add −λ Σ_j c_j φ_j / ν."""
         if total.metrics:
             total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
-        scale = unshrunk(solver, inner.problem) if self.unshrink and self.start != "shifted" else None
+        scale = (
+            unshrunk(solver, inner.problem) if self.unshrink and self.start != "shifted" else None
+        )
         if self.stencil == "tangent":
             add_tangent(total, inner, solver, nudge=self.nudge, start=self.start, scale=scale)
             return
@@ -79,23 +90,46 @@ class FOBMAML(Estimator):
         for found in self.displaced(inner, solver, [self.nu], base):  # line 6: φ_j, nudged by ν_j
             self._record(total, inner, found, base)
             offsets = found.nudges if found.nudged and self.nudge == "loss" else None
-            # Lines 7 and 9: −λ c_j φ_j / ν, averaged over the tasks. λ and shared layers get ∂_h[g + ν_j f](φ_j) c_j / ν.
-            add_partials(total, inner, found.solution.displacement, found.weights(), offsets=offsets, scale=scale)
+            # Lines 7 and 9: −λ c_j φ_j / ν, averaged over the tasks. λ and shared layers get ∂_h[g
+            # + ν_j f](φ_j) c_j / ν.
+            add_partials(
+                total,
+                inner,
+                found.solution.displacement,
+                found.weights(),
+                offsets=offsets,
+                scale=scale,
+            )
             del found  # or it would still be alive during the next solve
 
     def base(self, inner: Inner, solver: Solver, total: MetaGradient | None = None) -> Base:
-        """φ_0 and ∇f(φ_0) where nudge, start or stencil need them, or the problem; `total` takes note."""
+        """φ_0 and ∇f(φ_0) where nudge, start or stencil need them, or the problem; `total` takes
+        note.
+        """
         with_force = self.nudge == "gradient" or self.start == "shifted"
-        if not (with_force or self.start == "solution" or STENCILS[self.stencil].base or inner.reports_solution):
+        if not (
+            with_force
+            or self.start == "solution"
+            or STENCILS[self.stencil].base
+            or inner.reports_solution
+        ):
             return Base()
         solution = inner.solve(solver)
         if total is not None:
             total.record_solution(inner, solution)
-        force = nudging_force(total, inner, solution.displacement, direct=self.nudge == "gradient") if with_force else None
+        force = (
+            nudging_force(total, inner, solution.displacement, direct=self.nudge == "gradient")
+            if with_force
+            else None
+        )
         return Base(True, solution, force)
 
-    def displaced(self, inner: Inner, solver: Solver, nus: Sequence[float], base: Base) -> Iterator[Displaced]:
-        """The solutions φ_j that the stencil takes at each of the `nus`, with coefficients; `base` lets go of what is not needed."""
+    def displaced(
+        self, inner: Inner, solver: Solver, nus: Sequence[float], base: Base
+    ) -> Iterator[Displaced]:
+        """The solutions φ_j that the stencil takes at each of the `nus`, with coefficients; `base`
+        lets go of what is not needed.
+        """
         stencil = STENCILS[self.stencil]
         terms = [
             Term(offset * nu, tuple(c / nu if other == place else 0.0 for other in range(len(nus))))
@@ -103,7 +137,8 @@ class FOBMAML(Estimator):
             for offset, c in zip(stencil.offsets, stencil.coefficients, strict=True)
         ]
         still = Term(0.0, tuple(stencil.base / nu for nu in nus))
-        if stencil.base and self.start == "solution":  # the un-nudged solve goes on, or its drift would look like an effect of the nudge
+        # the un-nudged solve goes on, or its drift would look like an effect of the nudge
+        if stencil.base and self.start == "solution":
             terms.append(still)
         elif stencil.base:
             assert base.solution is not None
@@ -114,7 +149,13 @@ class FOBMAML(Estimator):
         for part in inner.parts(terms):
             nudges = [term.nu for term in part]
             yield Displaced(
-                inner.solve(solver, offsets=nudges, nudge=self.nudge, force=force, start=self._starts(inner, nudges, base)),
+                inner.solve(
+                    solver,
+                    offsets=nudges,
+                    nudge=self.nudge,
+                    force=force,
+                    start=self._starts(inner, nudges, base),
+                ),
                 part,
                 share=len(part) / len(terms),
             )
@@ -140,7 +181,12 @@ class FOBMAML(Estimator):
         else:
             total.record(inner, solution, share=found.share)
             if total.metrics:
-                total.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks, share=found.share)
+                total.record_query(
+                    None,
+                    inner.measure_query(solution.displacement),
+                    tasks=inner.tasks,
+                    share=found.share,
+                )
         force = base.force if self.nudge == "gradient" else None
         total.record_error(inner.imprecision(solution, found.nudges, force), found.weights())
 
@@ -174,26 +220,39 @@ class FOBMAML(Estimator):
             return
         if self.stencil == "tangent":
             raise ValueError(
-                f"nu={self.nu!r} was given, but the tangent stencil differentiates in ν itself and uses none. "
-                'Leave nu out, or choose stencil="symmetric".'
+                f"nu={self.nu!r} was given, but the tangent stencil differentiates in ν itself and"
+                ' uses none. Leave nu out, or choose stencil="symmetric".'
             )
         _check_nu(self.nu)
 
     def check(self, solver: Solver) -> None:
         """Tangents and the shrinkage factor need a solver whose update is linear."""
-        needs = 'stencil="tangent"' if self.stencil == "tangent" else "unshrink=True" if self.unshrink else None
+        needs = (
+            'stencil="tangent"'
+            if self.stencil == "tangent"
+            else "unshrink=True"
+            if self.unshrink
+            else None
+        )
         if needs is None:
             return
         if not isinstance(solver, LinearSolver):
             raise TypeError(
-                f"{needs} follows the solver's update step by step, which needs GradientDescent or Nesterov, not "
-                f'{type(solver).__name__}. Change the solver, or use stencil="symmetric" without unshrink.'
+                f"{needs} follows the solver's update step by step, which needs GradientDescent or"
+                " Nesterov, not "
+                f'{type(solver).__name__}. Change the solver, or use stencil="symmetric" without'
+                " unshrink."
             )
         if solver.tol is not None:
-            raise ValueError(f"{needs} needs a fixed number of steps, but the solver has tol={solver.tol!r}. Leave tol out.")
+            raise ValueError(
+                f"{needs} needs a fixed number of steps, but the solver has tol={solver.tol!r}."
+                " Leave tol out."
+            )
 
     def check_problem(self, problem: TwoLevels) -> None:
-        """A shifted start needs a centre to shift, the shrinkage factor a λ per parameter and nothing that is shared."""
+        """A shifted start needs a centre to shift, the shrinkage factor a λ per parameter and
+        nothing that is shared.
+        """
         if self.start == "shifted":
             check_shifted(problem)
         if self.unshrink:
@@ -210,7 +269,9 @@ class Base:
 
 
 class Term(NamedTuple):
-    """ν_j, and the coefficient c_j / ν of φ_j in the stencil of each ν; 0 where it does not occur."""
+    """ν_j, and the coefficient c_j / ν of φ_j in the stencil of each ν; 0 where it does not
+    occur.
+    """
 
     nu: float
     weights: tuple[float, ...]
@@ -218,7 +279,9 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class Displaced:
-    """Solutions of some nudged problems of every task, one term after the other; `share` of all of them."""
+    """Solutions of some nudged problems of every task, one term after the other; `share` of all of
+    them.
+    """
 
     solution: Solution
     terms: Sequence[Term]
@@ -242,5 +305,8 @@ def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _check_nu(nu: Any) -> None:
     if isinstance(nu, str):
-        raise ValueError(f'Unknown nu {nu!r}.{near(nu.lower(), ["auto"])} Give a positive number, or "auto" to have it chosen.')
+        raise ValueError(
+            f'Unknown nu {nu!r}.{near(nu.lower(), ["auto"])} Give a positive number, or "auto" to'
+            " have it chosen."
+        )
     check_positive(nu, "nu", "Start with 0.1; smaller values need more precise inner solves.")

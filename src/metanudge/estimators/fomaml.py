@@ -1,4 +1,6 @@
-"""FO-MAML: the query gradient at the adapted parameters, the adaptation's Jacobian ignored (Finn et al. 2017)."""
+"""FO-MAML: the query gradient at the adapted parameters, the adaptation's Jacobian ignored (Finn et
+al. 2017).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from metanudge.solvers.base import Solver
 
 @dataclass(frozen=True)
 class FOMAML(Estimator):
-    """g_i = ∇f_i(φ_i)  (paper, eq. 4), by shared layers too. Biased, and the bias does not shrink with more inner steps.
+    """g_i = ∇f_i(φ_i)  (paper, eq. 4), by shared layers too. Biased, and the bias does not shrink
+    with more inner steps.
 
     Cost per task: K support gradients and one query gradient.
     """
@@ -23,7 +26,11 @@ class FOMAML(Estimator):
 
     def check_problem(self, problem: TwoLevels) -> None:
         """FO-MAML ignores how φ depends on λ."""
-        refuse_stiffness(self, problem, "the query loss at φ_K does not depend on λ directly, and FO-MAML ignores how φ_K does")
+        refuse_stiffness(
+            self,
+            problem,
+            "the query loss at φ_K does not depend on λ directly, and FO-MAML ignores how φ_K does",
+        )
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the query gradients at the solutions of a group of tasks."""

@@ -1,8 +1,10 @@
-"""One identity for everything that is meta-learned: ∇F(h) = d/dν ∂_h[g + ν f](h, φ_ν) at ν = 0, ∂_h at fixed φ.
+"""One identity for everything that is meta-learned: ∇F(h) = d/dν ∂_h[g + ν f](h, φ_ν) at ν = 0, ∂_h
+at fixed φ.
 
-It completes the paper's General Discussion. g is the inner objective, f the outer one, h any of: θ, the centre of the proximal term; its
-learned stiffness; layers that all tasks share, on which f̂ and f depend directly. Estimators differ in how they take d/dν: by a
-difference of solutions (`add_partials`) or along the response dφ/dν (`add_response`).
+It completes the paper's General Discussion. g is the inner objective, f the outer one, h any of: θ,
+the centre of the proximal term; its learned stiffness; layers that all tasks share, on which f̂ and
+f depend directly. Estimators differ in how they take d/dν: by a difference of solutions
+(`add_partials`) or along the response dφ/dν (`add_response`).
 """
 
 from __future__ import annotations
@@ -42,19 +44,34 @@ def add_partials(
     problem = inner.problem
     rows, lam = problem.proximal.pull(d, inner.theta)
     total.add(rows, [-w for w in weights], lam if scale is None else scale)
-    problem.proximal.accumulate(total.gradient, d, d, [0.5 * w / total.num_tasks for w in weights], scale)
+    problem.proximal.accumulate(
+        total.gradient, d, d, [0.5 * w / total.num_tasks for w in weights], scale
+    )
     if problem.shared:
         nu = None
         if offsets is not None:
             dtype = next(iter(d.values())).dtype
-            nu = torch.cat([torch.full((inner.tasks,), value, dtype=dtype, device=problem.device) for value in offsets])
+            nu = torch.cat(
+                [
+                    torch.full((inner.tasks,), value, dtype=dtype, device=problem.device)
+                    for value in offsets
+                ]
+            )
         total.add(inner.shared_gradient(d, nu, weights), 1.0)
 
 
 def add_response(
-    total: MetaGradient, inner: Inner, d: Params, v: Params, sign: float, *, scale: Mapping[str, Tensor] | None = None
+    total: MetaGradient,
+    inner: Inner,
+    d: Params,
+    v: Params,
+    sign: float,
+    *,
+    scale: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Add ∂²_hφ g · (± v), how ∂_h g changes as φ moves from θ + d along ± v; the direct term ∂_h f is `query_gradient`'s."""
+    """Add ∂²_hφ g · (± v), how ∂_h g changes as φ moves from θ + d along ± v; the direct term ∂_h f
+    is `query_gradient`'s.
+    """
     problem = inner.problem
     rows, lam = problem.proximal.pull_along(d, v, inner.theta)
     total.add(rows, -sign, lam if scale is None else scale)
@@ -64,7 +81,9 @@ def add_response(
 
 
 def query_gradient(total: MetaGradient, inner: Inner, d: Params) -> Params:
-    """∇f(θ + d) by the parameters that adapt; by the shared ones it is the direct term, and added to `total`."""
+    """∇f(θ + d) by the parameters that adapt; by the shared ones it is the direct term, and added
+    to `total`.
+    """
     g = inner.query_gradient(d, shared=bool(inner.problem.shared))
     if inner.problem.shared:
         total.add({n: g.pop(n) for n in inner.problem.shared}, 1.0)
@@ -73,7 +92,9 @@ def query_gradient(total: MetaGradient, inner: Inner, d: Params) -> Params:
 
 
 def nudging_force(total: MetaGradient | None, inner: Inner, d: Params, *, direct: bool) -> Params:
-    """∇f(φ_0), of which `total` takes note; with `direct` it gets the direct term of shared layers from the same evaluation."""
+    """∇f(φ_0), of which `total` takes note; with `direct` it gets the direct term of shared layers
+    from the same evaluation.
+    """
     if direct and total is not None:
         return query_gradient(total, inner, d)
     force = inner.query_gradient(d)
@@ -86,18 +107,21 @@ def check_shifted(problem: TwoLevels) -> None:
     """Raise where there is no centre of a quadratic proximal term to shift."""
     if not problem.learns_theta:
         raise ValueError(
-            "start='shifted' starts nudged solves at a moved proximal centre, and a general inner problem has no such centre. "
-            "Use start='theta' (all solves start at init) or start='solution' (at the un-nudged solution)."
+            "start='shifted' starts nudged solves at a moved proximal centre, and a general inner"
+            " problem has no such centre. Use start='theta' (all solves start at init) or"
+            " start='solution' (at the un-nudged solution)."
         )
     if isinstance(problem.proximal, Custom):
         raise ValueError(
-            'start="shifted" moves the centre of a quadratic proximal term, but a regulariser was given instead of one. Use '
-            'start="theta" or start="solution".'
+            'start="shifted" moves the centre of a quadratic proximal term, but a regulariser was'
+            ' given instead of one. Use start="theta" or start="solution".'
         )
 
 
 def centre_shift(inner: Inner, force: Params) -> Params:
-    """How far a constant force moves the centre of the proximal term: λ⁻¹ times the force, or A⁻¹ for an operator A."""
+    """How far a constant force moves the centre of the proximal term: λ⁻¹ times the force, or A⁻¹
+    for an operator A.
+    """
     proximal = inner.problem.proximal
     if isinstance(proximal, Diagonal):
         if isinstance(force, Flat) and proximal.common is not None:
@@ -109,7 +133,8 @@ def centre_shift(inner: Inner, force: Params) -> Params:
     solve = conjugate_gradient(proximal.product, force, steps=min(2 * size, MOST_PRODUCTS), tol=tol)
     if not bool((solve.residual <= 1e3 * tol * norm(force)).all()):
         raise ValueError(
-            f'start="shifted" needs A⁻¹∇f for the operator A given as lam, and {solve.products} steps of conjugate gradient did not '
-            'find it: A is badly conditioned. Use start="theta" or start="solution".'
+            f'start="shifted" needs A⁻¹∇f for the operator A given as lam, and {solve.products}'
+            " steps of conjugate gradient did not find it: A is badly conditioned. Use"
+            ' start="theta" or start="solution".'
         )
     return solve.x

@@ -1,4 +1,6 @@
-"""iMAML: the implicit function theorem, the linear system solved by conjugate gradient (Rajeswaran et al. 2019)."""
+"""iMAML: the implicit function theorem, the linear system solved by conjugate gradient (Rajeswaran
+et al. 2019).
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,24 @@ from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
 @dataclass(frozen=True)
 class IMAML(Estimator):
-    """λ (∇²f̂ + λ)⁻¹ ∇f at φ_K  (paper, eq. 9), the system solved with `cg_steps` Hessian-vector products.
+    """λ (∇²f̂ + λ)⁻¹ ∇f at φ_K  (paper, eq. 9), the system solved with `cg_steps` Hessian-vector
+    products.
 
-    A learned stiffness gets −λ d ⊙ (∇²f̂ + λ)⁻¹∇f, shared layers ω get ∂_ω f − ∂²_ωφ f̂ (∇²f̂ + λ)⁻¹∇f, one more product.
+    A learned stiffness gets −λ d ⊙ (∇²f̂ + λ)⁻¹∇f, shared layers ω get ∂_ω f − ∂²_ωφ f̂ (∇²f̂ +
+    λ)⁻¹∇f, one more product.
 
     With `NewtonCG` as solver it is the Hessian-free variant of the iMAML paper.
 
     Args:
         cg_steps: conjugate-gradient steps; as many as parameters solve the system exactly.
         tol: stop once the linear residual is this small, relative to the query gradient.
-        damping: solve with ∇²f̂ + λ + damping instead. Networks that have taken a few inner steps train far better with it (see
-            `metanudge reproduce mnist1d`); the code released with iMAML is damped by λ + 20 (22 at λ = 2). The larger, the closer to
-            FO-MAML, up to the gradient's length.
+        damping: solve with ∇²f̂ + λ + damping instead. Networks that have taken a few inner steps
+            train far better with it (see `metanudge reproduce mnist1d`); the code released with
+            iMAML is damped by λ + 20 (22 at λ = 2). The larger, the closer to FO-MAML, up to the
+            gradient's length.
 
-    Cost per task: K support gradients, one query gradient, `cg_steps` Hessian-vector products; needs double backward.
+    Cost per task: K support gradients, one query gradient, `cg_steps` Hessian-vector products;
+    needs double backward.
     """
 
     cg_steps: int = 5
@@ -42,7 +48,10 @@ class IMAML(Estimator):
         if self.tol < 0:
             raise ValueError(f"tol must not be negative, got {self.tol!r}. 0 takes all cg_steps.")
         if not 0 <= self.damping < math.inf:
-            raise ValueError(f"damping must be a number of at least 0, got {self.damping!r}. 0 is the paper's iMAML, 22 as released.")
+            raise ValueError(
+                f"damping must be a number of at least 0, got {self.damping!r}. 0 is the paper's"
+                " iMAML, 22 as released."
+            )
 
     def graphs(self, solver: Solver) -> int:
         """That of one Hessian-vector product."""
@@ -59,6 +68,10 @@ class IMAML(Estimator):
             return {n: leaf + self.damping * v[n] for n, leaf in hv.items()} if self.damping else hv
 
         solve = conjugate_gradient(matvec, q, steps=self.cg_steps, tol=self.tol)
-        total.check(inner.places, "residual of the conjugate gradient after the query gradient", solve.residual)
+        total.check(
+            inner.places,
+            "residual of the conjugate gradient after the query gradient",
+            solve.residual,
+        )
         inner.judge(solve)
         add_response(total, inner, d, solve.x, -1.0)

@@ -32,19 +32,26 @@ class Reptile(Estimator):
         """Without a scale the solver must have a learning rate."""
         if self.scale is None and getattr(solver, "lr", None) is None:
             raise TypeError(
-                f"Reptile divides by steps × learning rate (eq. 5), but {type(solver).__name__} has no learning rate. "
-                "Give the factor yourself: Reptile(scale=...)."
+                f"Reptile divides by steps × learning rate (eq. 5), but {type(solver).__name__} has"
+                " no learning rate. Give the factor yourself: Reptile(scale=...)."
             )
 
     def check_problem(self, problem: TwoLevels) -> None:
         """Reptile knows only where φ went."""
         if not problem.learns_theta:
             raise TypeError(
-                "Reptile moves parameters towards the adapted ones, which presumes that x and phi are the same parameters; a general "
-                "bilevel problem has no such direction. Use FOBMAML(), or FOMAML() for the direct term alone."
+                "Reptile moves parameters towards the adapted ones, which presumes that x and phi"
+                " are the same parameters; a general bilevel problem has no such direction. Use"
+                " FOBMAML(), or FOMAML() for the direct term alone."
             )
-        refuse_stiffness(self, problem, "Reptile never looks at the query loss, only at where φ went")
-        refuse_shared(self, problem, "shared layers do not move in the inner steps, and that motion is all Reptile looks at")
+        refuse_stiffness(
+            self, problem, "Reptile never looks at the query loss, only at where φ went"
+        )
+        refuse_shared(
+            self,
+            problem,
+            "shared layers do not move in the inner steps, and that motion is all Reptile looks at",
+        )
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the scaled directions of a group of tasks."""

@@ -1,4 +1,6 @@
-"""How much of a nudge's effect K inner steps reach, and the estimate without that factor (`unshrink`)."""
+"""How much of a nudge's effect K inner steps reach, and the estimate without that factor
+(`unshrink`).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from metanudge.solvers.base import LinearSolver, Solver, unroll
 
 
 def response(solver: LinearSolver, lam: Tensor, strong_convexity: float | Tensor) -> Tensor:
-    """How much of a constant force's effect a solver reaches in its K steps where the support loss is flat.
+    """How much of a constant force's effect a solver reaches in its K steps where the support loss
+    is flat.
 
-    The solver's own update on  λ d + 1 = 0,  as a share of the solution −1/λ: for gradient descent 1 − (1 − αλ)^K.
+    The solver's own update on  λ d + 1 = 0,  as a share of the solution −1/λ: for gradient descent
+    1 − (1 − αλ)^K.
 
     Example:
         >>> from metanudge.solvers import GradientDescent
@@ -23,26 +27,42 @@ def response(solver: LinearSolver, lam: Tensor, strong_convexity: float | Tensor
         0.0961
     """
     start = {"d": torch.zeros_like(lam)}
-    return -lam * unroll(solver, start, lambda d, _: {"d": lam * d["d"] + 1}, strong_convexity=strong_convexity, last=0)["d"]
+    return (
+        -lam
+        * unroll(
+            solver,
+            start,
+            lambda d, _: {"d": lam * d["d"] + 1},
+            strong_convexity=strong_convexity,
+            last=0,
+        )["d"]
+    )
 
 
 def unshrunk(solver: Solver, problem: TwoLevels) -> Mapping[str, Tensor]:
-    """λ over the share that is reached: what stands in place of λ before a motion that K steps have shrunk."""
+    """λ over the share that is reached: what stands in place of λ before a motion that K steps have
+    shrunk.
+    """
     assert isinstance(solver, LinearSolver)
     assert isinstance(problem.proximal, Diagonal)
-    return {n: lam / response(solver, lam, problem.smallest_lam) for n, lam in problem.proximal.lam.items()}
+    return {
+        n: lam / response(solver, lam, problem.smallest_lam)
+        for n, lam in problem.proximal.lam.items()
+    }
 
 
 def check_unshrink(problem: TwoLevels) -> None:
     """The factor is known where each parameter has a λ and adapts, and nothing is shared."""
     if not problem.learns_theta:
         raise ValueError(
-            "unshrink=True divides out a factor that follows from the proximal term's λ, and a general inner problem has none. "
-            "Leave it out, and take enough inner steps or start='solution'."
+            "unshrink=True divides out a factor that follows from the proximal term's λ, and a"
+            " general inner problem has none. Leave it out, and take enough inner steps or"
+            " start='solution'."
         )
     if problem.shared or not isinstance(problem.proximal, Diagonal):
         why = "some layers are shared" if problem.shared else "the proximal term has none"
         raise ValueError(
-            f"unshrink=True divides by a factor that is known where each parameter has a λ and adapts, but {why}. Leave it out, and "
-            "take more inner steps or Adam as outer optimizer."
+            "unshrink=True divides by a factor that is known where each parameter has a λ and"
+            f" adapts, but {why}. Leave it out, and take more inner steps or Adam as outer"
+            " optimizer."
         )

@@ -1,7 +1,8 @@
-"""The tangent: dφ_ν/dν at ν = 0 by forward-mode differentiation of the solver's steps in the scalar ν.
+"""The tangent: dφ_ν/dν at ν = 0 by forward-mode differentiation of the solver's steps in the scalar
+ν.
 
-No ν, no truncation error, and memory that does not grow with the steps (the paper's remark that differentiating in ν costs MAML's memory
-holds for reverse mode only).
+No ν, no truncation error, and memory that does not grow with the steps (the paper's remark that
+differentiating in ν costs MAML's memory holds for reverse mode only).
 """
 
 from __future__ import annotations
@@ -22,14 +23,23 @@ from metanudge.solvers.base import LinearSolver, Solution, Solver, Trace
 
 
 def add_tangent(
-    total: MetaGradient, inner: Inner, solver: Solver, *, nudge: Nudge, start: StartName, scale: Mapping[str, Tensor] | None
+    total: MetaGradient,
+    inner: Inner,
+    solver: Solver,
+    *,
+    nudge: Nudge,
+    start: StartName,
+    scale: Mapping[str, Tensor] | None,
 ) -> None:
-    """Add −λ dφ/dν of a group of tasks; the arguments are those of `FOBMAML`, `scale` stands in place of λ."""
+    """Add −λ dφ/dν of a group of tasks; the arguments are those of `FOBMAML`, `scale` stands in
+    place of λ.
+    """
     assert isinstance(solver, LinearSolver)
     d, tangent = inner.zeros(inner.tasks), inner.zeros(inner.tasks)
     force: Params | None = None
     once = nudge == "loss" and start == "theta"
-    direct_at_end = nudge == "loss" or inner.reports_solution  # f is evaluated there anyway, or has to be
+    # f is evaluated there anyway, or has to be
+    direct_at_end = nudge == "loss" or inner.reports_solution
     if not once:
         solution = inner.solve(solver)
         total.record(inner, solution)
@@ -48,8 +58,12 @@ def add_tangent(
     add_response(total, inner, solution.displacement, tangent, 1.0, scale=scale)
 
 
-def _follow(inner: Inner, solver: LinearSolver, d: Params, tangent: Params, force: Params | None) -> tuple[Solution, Params]:
-    """Run the solver and, beside it, the same linear update on the tangent dφ/dν, whose gradient is (∇²f̂ + λ)t + ∇p."""
+def _follow(
+    inner: Inner, solver: LinearSolver, d: Params, tangent: Params, force: Params | None
+) -> tuple[Solution, Params]:
+    """Run the solver and, beside it, the same linear update on the tangent dφ/dν, whose gradient is
+    (∇²f̂ + λ)t + ∇p.
+    """
     proximal, mu = inner.problem.proximal, inner.problem.smallest_lam
     trace = Trace(NudgedOracle(inner, [0.0], None, None, None))
     memory, tangent_memory = solver.memory(d), solver.memory(tangent)
@@ -57,9 +71,14 @@ def _follow(inner: Inner, solver: LinearSolver, d: Params, tangent: Params, forc
         pull = force if force is not None else inner.query_gradient(d, step)
         loss, g, hv = inner.data_hvp(d, tangent, None, step, solver.batch_size)
         proximal.add_force(g, d, inner.theta)
-        hv = {n: leaf + pull[n] for n, leaf in proximal.add_curvature(hv, d, tangent, inner.theta).items()}
+        hv = {
+            n: leaf + pull[n]
+            for n, leaf in proximal.add_curvature(hv, d, tangent, inner.theta).items()
+        }
         trace.record(loss, g)
         d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
-        tangent, tangent_memory = solver.update(tangent, hv, tangent_memory, strong_convexity=mu, inplace=False)
+        tangent, tangent_memory = solver.update(
+            tangent, hv, tangent_memory, strong_convexity=mu, inplace=False
+        )
     steps = torch.full((inner.tasks,), solver.steps, device=inner.problem.device)
     return trace.solution(solver.result(d, memory), steps), solver.result(tangent, tangent_memory)

@@ -25,13 +25,16 @@ class Stats:
 
     Attributes:
         query_loss_before, query_accuracy_before: on the query set at θ.
-        query_loss, query_accuracy: after adaptation (for symmetric loss nudges: the mean over the nudged solutions, which differs
-            from the un-nudged one by O(ν²)). Accuracy is NaN where the task is no classification.
-        residual_start, residual: ‖∇g‖ of the inner problem at the first and the last gradient evaluation.
+        query_loss, query_accuracy: after adaptation (for symmetric loss nudges: the mean over the
+            nudged solutions, which differs from the un-nudged one by O(ν²)). Accuracy is NaN where
+            the task is no classification.
+        residual_start, residual: ‖∇g‖ of the inner problem at the first and the last gradient
+            evaluation.
         delta: estimated precision δ of the inner solutions.
         nu: nudge used; None for estimators without one.
-        error: estimated error of the finite difference from unconverged solves, ‖λδ/ν‖ summed over the stencil, relative to the
-            meta-gradient's norm; None for estimators without a difference.
+        error: estimated error of the finite difference from unconverged solves, ‖λδ/ν‖ summed over
+            the stencil, relative to the meta-gradient's norm; None for estimators without a
+            difference.
         gradient_norm: norm of the meta-gradient.
         support_gradients, query_gradients, hessian_products: evaluations per task.
         tasks: number of tasks.
@@ -56,7 +59,9 @@ class Stats:
 
     @property
     def diverged(self) -> bool:
-        """Whether the inner residual grew: the inner learning rate is too large for the curvature met."""
+        """Whether the inner residual grew: the inner learning rate is too large for the curvature
+        met.
+        """
         return self.residual > self.residual_start
 
     def __str__(self) -> str:
@@ -101,8 +106,12 @@ class MetaGradient:
         self._sealed: Tensor
         self._flat: Tensor | None = None
 
-    def add(self, rows: Params, weights: float | list[float], scale: Mapping[str, Tensor] | None = None) -> None:
-        """gradient += scale ⊙ Σ_r w_r rows_r / num_tasks; one weight for all rows or one per nudge (rows are nudge by nudge)."""
+    def add(
+        self, rows: Params, weights: float | list[float], scale: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """gradient += scale ⊙ Σ_r w_r rows_r / num_tasks; one weight for all rows or one per nudge
+        (rows are nudge by nudge).
+        """
         with torch.no_grad():
             if isinstance(rows, Flat):
                 rows, weights = rows.like(_combined(rows.matrix, weights).unsqueeze(0)), 1.0
@@ -112,15 +121,30 @@ class MetaGradient:
                     weight = weights if isinstance(weights, (int, float)) else weights[0]
                     _add_scaled(self.gradient[name], leaf[0], weight / self.num_tasks, factor)
                 else:
-                    _add_scaled(self.gradient[name], _combined(leaf, weights), 1 / self.num_tasks, factor)
+                    _add_scaled(
+                        self.gradient[name], _combined(leaf, weights), 1 / self.num_tasks, factor
+                    )
 
     def check(self, places: tuple[int, ...], quantity: str, values: Tensor) -> None:
-        """Remember values that must be finite: `(steps, rows)`, or `(rows,)` for something outside the inner steps."""
-        self._checks.append(_Check(places, quantity, values if values.ndim == 2 else values.unsqueeze(0), values.ndim == 2))
+        """Remember values that must be finite: `(steps, rows)`, or `(rows,)` for something outside
+        the inner steps.
+        """
+        self._checks.append(
+            _Check(
+                places,
+                quantity,
+                values if values.ndim == 2 else values.unsqueeze(0),
+                values.ndim == 2,
+            )
+        )
 
     def record(self, inner: Inner, solution: Solution, *, share: float = 1.0) -> None:
-        """Note a solve's residuals; `share` is its weight where one task is solved several times."""
-        self.check(inner.places, "support loss" if self.nu is None else "nudged loss", solution.losses)
+        """Note a solve's residuals; `share` is its weight where one task is solved several
+        times.
+        """
+        self.check(
+            inner.places, "support loss" if self.nu is None else "nudged loss", solution.losses
+        )
         self.check(inner.places, "gradient", solution.residuals)
         nudges = solution.residual.shape[0] // inner.tasks
         self._mean("residual_start", solution.residuals[0], share / nudges)
@@ -135,7 +159,9 @@ class MetaGradient:
             self.record_query(None, inner.measure_query(solution.displacement), tasks=inner.tasks)
 
     def record_error(self, forces: Tensor, weights: list[float]) -> None:
-        """Note the part of the difference's error that unconverged solves may cause: Σ_j |c_j| λ δ_j, with `forces` λ δ of each row."""
+        """Note the part of the difference's error that unconverged solves may cause: Σ_j |c_j| λ
+        δ_j, with `forces` λ δ of each row.
+        """
         by_nudge = forces.unflatten(0, (len(weights), -1)).sum(1)
         self._mean("error", _combined(by_nudge, [abs(w) for w in weights]).reshape(1), 1.0)
 
@@ -144,7 +170,9 @@ class MetaGradient:
         """What `record_error` has summed up; None where there was no difference."""
         return self._sums.get("error")
 
-    def record_query(self, before: Measured | None, after: Measured | None, *, tasks: int, share: float = 1.0) -> None:
+    def record_query(
+        self, before: Measured | None, after: Measured | None, *, tasks: int, share: float = 1.0
+    ) -> None:
         """Note query loss and accuracy before and after adaptation."""
         for measured, suffix in ((before, "_before"), (after, "")):
             if measured is not None:
@@ -153,10 +181,16 @@ class MetaGradient:
                 self._mean("query_accuracy" + suffix, measured.accuracy, weight)
 
     def seal(self, *, flat: bool = False) -> None:
-        """Nothing more will be added: have the device put together what `finish` wants to know, with `flat` also what `copy` does."""
+        """Nothing more will be added: have the device put together what `finish` wants to know,
+        with `flat` also what `copy` does.
+        """
         if flat:
             self._flat = torch.cat([g.flatten() for g in self.gradient.values()])
-        norms = torch._foreach_norm(list(self.gradient.values())) if self._flat is None else [torch.linalg.vector_norm(self._flat)]
+        norms = (
+            torch._foreach_norm(list(self.gradient.values()))
+            if self._flat is None
+            else [torch.linalg.vector_norm(self._flat)]
+        )
         self._sums["gradient_norm"] = torch.linalg.vector_norm(torch.stack(norms)).double()
         fine = [torch.isfinite(check.values).all().double() for check in self._checks]
         self._sealed = torch.stack([*fine, *self._sums.values()])
@@ -165,18 +199,24 @@ class MetaGradient:
         """The gradient, out of reach of the next replay of a recording."""
         assert self._flat is not None
         pieces = self._flat.clone().split([g.numel() for g in self.gradient.values()])
-        return {n: piece.view(g.shape).to(g.dtype) for (n, g), piece in zip(self.gradient.items(), pieces, strict=True)}
+        return {
+            n: piece.view(g.shape).to(g.dtype)
+            for (n, g), piece in zip(self.gradient.items(), pieces, strict=True)
+        }
 
     def finish(self, cost: Cost, engine: str, advice: Callable[[], str]) -> Stats:
-        """Check that everything was finite and sum the statistics up; waits for the device once. `advice` is for what was not."""
+        """Check that everything was finite and sum the statistics up; waits for the device once.
+        `advice` is for what was not.
+        """
         sealed = self._sealed.tolist()
         self._raise_where_not_finite(sealed[: len(self._checks)], advice)
         values = dict(zip(self._sums, sealed[len(self._checks) :], strict=True))
         norm = values["gradient_norm"]
         if not math.isfinite(norm):
             raise NonFiniteError(
-                "The meta-gradient is not finite although every inner solve was; the nudge or the query loss overflowed. "
-                "Use a smaller lr or a larger nu. Nothing was written to .grad."
+                "The meta-gradient is not finite although every inner solve was; the nudge or the"
+                " query loss overflowed. Use a smaller lr or a larger nu. Nothing was written to"
+                " .grad."
             )
         error = values["error"] / norm if "error" in values and norm > 0 else None
         nan = math.nan
@@ -206,20 +246,30 @@ class MetaGradient:
         if all(fine):
             return
         first = fine.index(0.0)
-        # Checks come in the order of the computation, a solve's losses right before its gradients: of these two the earlier step counts.
+        # Checks come in the order of the computation, a solve's losses right before its gradients:
+        # of these two the earlier step counts.
         candidates = [self._checks[first]]
-        if first + 1 < len(self._checks) and not fine[first + 1] and self._checks[first].in_steps and self._checks[first + 1].in_steps:
+        if (
+            first + 1 < len(self._checks)
+            and not fine[first + 1]
+            and self._checks[first].in_steps
+            and self._checks[first + 1].in_steps
+        ):
             candidates.append(self._checks[first + 1])
         check = min(candidates, key=lambda c: c.first_bad[0])
         step, row = check.first_bad
         quantity, places = check.quantity, check.places
         when = f"at inner step {step}" if check.in_steps else "after the inner steps"
         alone = "of the nudged problem" in quantity  # the un-nudged one was solved before
-        more = ' Without the nudge all was finite: a smaller nu or start="theta" may do, too.' if alone else ""
+        more = (
+            ' Without the nudge all was finite: a smaller nu or start="theta" may do, too.'
+            if alone
+            else ""
+        )
         raise NonFiniteError(
-            f"The {quantity} of task {places[row % len(places)]} became NaN or Inf {when}. Usually the inner steps diverge: "
-            f"{advice()}.{more} If it is step 0, look for NaN in the data or the model's parameters. "
-            "Nothing was written to .grad."
+            f"The {quantity} of task {places[row % len(places)]} became NaN or Inf {when}. Usually"
+            f" the inner steps diverge: {advice()}.{more} If it is step 0, look for NaN in the data"
+            " or the model's parameters. Nothing was written to .grad."
         )
 
 

@@ -1,6 +1,8 @@
-"""The proximal term R(φ; θ) that ties a task to the meta-parameters: ½‖φ − θ‖²_λ, λ fixed or learned, or what the user gives instead.
+"""The proximal term R(φ; θ) that ties a task to the meta-parameters: ½‖φ − θ‖²_λ, λ fixed or
+learned, or what the user gives instead.
 
-Whoever solves or differentiates the inner problem asks a `Proximal` for forces and derivatives and does not look inside.
+Whoever solves or differentiates the inner problem asks a `Proximal` for forces and derivatives and
+does not look inside.
 """
 
 from __future__ import annotations
@@ -18,8 +20,14 @@ from metanudge.proximal.regulariser import Custom
 from metanudge.proximal.stiffness import Operator, Regulariser, Stiffness, stiffness_per_parameter
 
 
-def proximal_term(lam: Stiffness | LogStiffness, parameters: Mapping[str, Tensor], regulariser: Regulariser | None = None) -> Proximal:
-    """The proximal term that a stiffness describes, or a regulariser in its place, for the parameters that adapt."""
+def proximal_term(
+    lam: Stiffness | LogStiffness,
+    parameters: Mapping[str, Tensor],
+    regulariser: Regulariser | None = None,
+) -> Proximal:
+    """The proximal term that a stiffness describes, or a regulariser in its place, for the
+    parameters that adapt.
+    """
     if regulariser is not None:
         return Custom(regulariser, parameters)
     if isinstance(lam, LogStiffness):

@@ -1,4 +1,6 @@
-"""No proximal term: what solves start from is a constant, and the inner function is all there is."""
+"""No proximal term: what solves start from is a constant, and the inner function is all there
+is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the rest of the package asks of a proximal term: its force on φ, its energy, and what it says about θ and about itself."""
+"""What the rest of the package asks of a proximal term: its force on φ, its energy, and what it
+says about θ and about itself.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ Force = Callable[[Params], Params]
 class Proximal(ABC):
     """R(φ; θ), the term that ties a task's φ = θ + d to the meta-parameters.
 
-    Displacements `d`, directions `v` and results have a row axis, θ has none (or has one, where each row has a θ of its own).
+    Displacements `d`, directions `v` and results have a row axis, θ has none (or has one, where
+    each row has a θ of its own).
 
     Attributes:
         uses_theta: whether θ itself matters, and not only d = φ − θ.
@@ -26,15 +29,21 @@ class Proximal(ABC):
     @property
     @abstractmethod
     def smallest_curvature(self) -> float | Tensor:
-        """The strong convexity that the term guarantees by itself; a 0-d tensor on the device where it changes from step to step."""
+        """The strong convexity that the term guarantees by itself; a 0-d tensor on the device where
+        it changes from step to step.
+        """
 
     @property
     def learned(self) -> dict[str, nn.Parameter]:
-        """Parameters of the term that are meta-learned, keyed like the learner's `named_parameters()`."""
+        """Parameters of the term that are meta-learned, keyed like the learner's
+        `named_parameters()`.
+        """
         return {}
 
     def refresh(self) -> None:  # noqa: B027 (most terms are what they are)
-        """Take over new values of the learned parameters; called once when a meta-step, an evaluation or an adaptation begins."""
+        """Take over new values of the learned parameters; called once when a meta-step, an
+        evaluation or an adaptation begins.
+        """
 
     @abstractmethod
     def add_force(self, g: Params, d: Params, theta: Params) -> None:
@@ -57,15 +66,24 @@ class Proximal(ABC):
         """The derivative of `pull` as φ moves along v: −∂²_θφ R · v."""
 
     def accumulate(  # noqa: B027 (most terms learn nothing)
-        self, gradient: Params, a: Params, b: Params, weights: Sequence[float], scale: Mapping[str, Tensor] | None = None
+        self,
+        gradient: Params,
+        a: Params,
+        b: Params,
+        weights: Sequence[float],
+        scale: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """gradient += Σ_r w_r λ a_r b_r of each learned parameter, λ replaced by `scale` where given; nothing where none is learned.
+        """gradient += Σ_r w_r λ a_r b_r of each learned parameter, λ replaced by `scale` where
+        given; nothing where none is learned.
 
         Rows are nudge by nudge, with one weight per nudge.
 
-        With a = b = d and weights ½w this is w ∂_{log λ} R; with a = d, b = v its derivative as φ moves along v.
+        With a = b = d and weights ½w this is w ∂_{log λ} R; with a = d, b = v its derivative as φ
+        moves along v.
         """
 
     @abstractmethod
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
-        """∂_φ R as a function of one task's d (no row axis) that autograd follows into θ and the learned parameters; and its μ."""
+        """∂_φ R as a function of one task's d (no row axis) that autograd follows into θ and the
+        learned parameters; and its μ.
+        """

@@ -15,7 +15,8 @@ class Diagonal(Proximal):
     """R = ½ Σ λ d².
 
     Attributes:
-        lam: λ of each parameter, 0-d or of the parameter's shape; the tensors stay the same from step to step.
+        lam: λ of each parameter, 0-d or of the parameter's shape; the tensors stay the same from
+            step to step.
     """
 
     _fixed = True
@@ -40,7 +41,11 @@ class Diagonal(Proximal):
             return None
         return (
             first
-            if all(value is first or (value.dtype == first.dtype and self._fixed and bool(value == first)) for value in self.lam.values())
+            if all(
+                value is first
+                or (value.dtype == first.dtype and self._fixed and bool(value == first))
+                for value in self.lam.values()
+            )
             else None
         )
 

@@ -1,4 +1,6 @@
-"""The smallest and largest eigenvalue of a symmetric operator, estimated from products alone (Lanczos, 1950)."""
+"""The smallest and largest eigenvalue of a symmetric operator, estimated from products alone
+(Lanczos, 1950).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ STEPS = 25
 
 
 def extreme_eigenvalues(matvec: Callable[[Params], Params], start: Params) -> tuple[float, float]:
-    """Smallest and largest Ritz value; exact where `STEPS` reaches the number of parameters, inside the spectrum otherwise.
+    """Smallest and largest Ritz value; exact where `STEPS` reaches the number of parameters, inside
+    the spectrum otherwise.
 
     Args:
         matvec: the operator, on dicts with a row axis of length 1.
@@ -27,12 +30,19 @@ def extreme_eigenvalues(matvec: Callable[[Params], Params], start: Params) -> tu
         w = matvec(v)
         alpha = float(dot(v, w))
         diagonal.append(alpha)
-        w = {n: leaf - alpha * v[n] - (beside[-1] * before[n] if before is not None else 0) for n, leaf in w.items()}
+        w = {
+            n: leaf - alpha * v[n] - (beside[-1] * before[n] if before is not None else 0)
+            for n, leaf in w.items()
+        }
         beta = float(norm(w))
         if beta <= 1e-6 * max(map(abs, diagonal)) or len(diagonal) == size:
             break
         beside.append(beta)
         before, v = v, {n: leaf / beta for n, leaf in w.items()}
     off = torch.tensor(beside[: len(diagonal) - 1], dtype=torch.float64)
-    ritz = torch.linalg.eigvalsh(torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1))
+    ritz = torch.linalg.eigvalsh(
+        torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+        + torch.diag(off, 1)
+        + torch.diag(off, -1)
+    )
     return float(ritz[0]), float(ritz[-1])

@@ -1,4 +1,6 @@
-"""½‖φ − θ‖²_λ with λ = exp(ρ) and ρ meta-learned: λ stays positive whatever an optimizer does to ρ."""
+"""½‖φ − θ‖²_λ with λ = exp(ρ) and ρ meta-learned: λ stays positive whatever an optimizer does to
+ρ.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ ALL = "all"
 
 
 class LogStiffness(nn.Module):
-    """ρ = log λ: one for all parameters, or one (of one entry, or of one per parameter) under the name of each.
+    """ρ = log λ: one for all parameters, or one (of one entry, or of one per parameter) under the
+    name of each.
 
     Args:
         lam: what λ is at the start.
@@ -32,29 +35,35 @@ class LogStiffness(nn.Module):
         if per not in get_args(Per):
             names = get_args(Per)
             raise ValueError(
-                f"Unknown learn_lam {per!r}.{near(per, names)} Choose one of: {', '.join(names)}; leave it out for a fixed λ."
+                f"Unknown learn_lam {per!r}.{near(per, names)} Choose one of: {', '.join(names)};"
+                " leave it out for a fixed λ."
             )
         if callable(lam) and not isinstance(lam, (Tensor, Mapping)):
             raise ValueError(
-                f"learn_lam={per!r} learns numbers, but lam is an operator. Give a number or a mapping for lam, or leave learn_lam out."
+                f"learn_lam={per!r} learns numbers, but lam is an operator. Give a number or a"
+                " mapping for lam, or leave learn_lam out."
             )
         start = stiffness_per_parameter(lam, parameters)
         self._per: Per = per
         if per == "scalar":
             if isinstance(lam, Mapping):
                 raise ValueError(
-                    'lam has one value per parameter name, but learn_lam="scalar" learns one for all. Use learn_lam="tensor", or start '
-                    "from one number."
+                    'lam has one value per parameter name, but learn_lam="scalar" learns one for'
+                    ' all. Use learn_lam="tensor", or start from one number.'
                 )
             self.register_parameter(ALL, nn.Parameter(next(iter(start.values())).log()))
             return
         for name, value in start.items():
             if per == "tensor" and value.ndim > 0:
                 raise ValueError(
-                    f'lam[{name!r}] has one value per parameter, but learn_lam="tensor" learns one per tensor. Use '
-                    'learn_lam="parameter", or start from numbers.'
+                    f'lam[{name!r}] has one value per parameter, but learn_lam="tensor" learns one'
+                    ' per tensor. Use learn_lam="parameter", or start from numbers.'
                 )
-            rho = value.log() if per == "tensor" else torch.ones_like(parameters[name], dtype=value.dtype) * value.log()
+            rho = (
+                value.log()
+                if per == "tensor"
+                else torch.ones_like(parameters[name], dtype=value.dtype) * value.log()
+            )
             _register(self, name, nn.Parameter(rho))
 
 
@@ -75,7 +84,9 @@ class Learned(Diagonal):
         for name, p in parameters.items():
             place = self._keys[name], torch.promote_types(p.dtype, torch.float32)
             if place not in self._buffers:
-                self._buffers[place] = torch.empty_like(rho[place[0]], dtype=place[1], device=p.device, requires_grad=False)
+                self._buffers[place] = torch.empty_like(
+                    rho[place[0]], dtype=place[1], device=p.device, requires_grad=False
+                )
             lam[name] = self._buffers[place]
         super().__init__(lam)
         self._smallest_now = lam[next(iter(lam))].new_empty(())
@@ -89,7 +100,9 @@ class Learned(Diagonal):
     @property
     def learned(self) -> dict[str, nn.Parameter]:
         """ρ, as `log_lam.…`, where it requires grad."""
-        return {f"log_lam.{key}": p for key, p in self._log_lam.named_parameters() if p.requires_grad}
+        return {
+            f"log_lam.{key}": p for key, p in self._log_lam.named_parameters() if p.requires_grad
+        }
 
     def refresh(self) -> None:
         """λ ← exp(ρ)."""
@@ -100,7 +113,12 @@ class Learned(Diagonal):
             self._smallest_now.copy_(_least(self.lam))
 
     def accumulate(
-        self, gradient: Params, a: Params, b: Params, weights: Sequence[float], scale: Mapping[str, Tensor] | None = None
+        self,
+        gradient: Params,
+        a: Params,
+        b: Params,
+        weights: Sequence[float],
+        scale: Mapping[str, Tensor] | None = None,
     ) -> None:
         """gradient += Σ_r w_r λ a_r b_r, summed over the parameters that share a λ."""
         scale = self.lam if scale is None else scale
@@ -111,7 +129,9 @@ class Learned(Diagonal):
 
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
         """d ↦ exp(ρ) d."""
-        rho = {f"log_lam.{key}": p.detach() for key, p in self._log_lam.named_parameters()} | learned
+        rho = {
+            f"log_lam.{key}": p.detach() for key, p in self._log_lam.named_parameters()
+        } | learned
         lam = {n: rho[f"log_lam.{key}"].to(self.lam[n]).exp() for n, key in self._keys.items()}
         return multiply_by(lam), _least(lam)
 
@@ -124,7 +144,8 @@ def _keys(log_lam: LogStiffness, parameters: Mapping[str, Tensor]) -> dict[str, 
     missing = [name for name in parameters if name not in known]
     if missing:
         raise ValueError(
-            f"No stiffness is learned for {', '.join(missing)}, which did not adapt when the learner was made. Make a new MetaLearner."
+            f"No stiffness is learned for {', '.join(missing)}, which did not adapt when the"
+            " learner was made. Make a new MetaLearner."
         )
     return {name: name for name in parameters}
 
@@ -144,14 +165,22 @@ def _least(lam: Params) -> Tensor:
     return torch.stack([value.min().to(values[0]) for value in values]).min()
 
 
-def _add_products(target: Tensor, a: Tensor, b: Tensor, weights: Sequence[float], factor: Tensor) -> None:
-    """target += factor Σ_r w_r a_r b_r, summed over a whole tensor where the target has one entry for it."""
+def _add_products(
+    target: Tensor, a: Tensor, b: Tensor, weights: Sequence[float], factor: Tensor
+) -> None:
+    """target += factor Σ_r w_r a_r b_r, summed over a whole tensor where the target has one entry
+    for it.
+    """
     with torch.no_grad():
-        if target.shape == a.shape[1:] and a.shape[0] == 1:  # the in-place engine: no temporary but one of the size of a tensor
+        # the in-place engine: no temporary but one of the size of a tensor
+        if target.shape == a.shape[1:] and a.shape[0] == 1:
             target.addcmul_((a[0] * factor).to(target), b[0].to(target), value=weights[0])
             return
         products = a * b if target.shape == a.shape[1:] else dot({"": a}, {"": b})
         by_nudge = products.unflatten(0, (len(weights), -1)).sum(1)
         # Python's numbers as weights: making a tensor of them would wait for the device.
-        combined = sum((w * part for w, part in zip(weights[1:], by_nudge[1:], strict=True)), weights[0] * by_nudge[0])
+        combined = sum(
+            (w * part for w, part in zip(weights[1:], by_nudge[1:], strict=True)),
+            weights[0] * by_nudge[0],
+        )
         target.addcmul_(combined.to(target), factor.to(target))

@@ -1,4 +1,6 @@
-"""½⟨d, A d⟩ with A any symmetric positive-definite operator: a vector or a matrix as stiffness (paper, § 3.3)."""
+"""½⟨d, A d⟩ with A any symmetric positive-definite operator: a vector or a matrix as stiffness
+(paper, § 3.3).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ FIX = "Give a symmetric positive-definite operator, e.g. v ↦ Lᵀ(L v) + εv, 
 
 
 class Matrix(Proximal):
-    """R = ½⟨d, A d⟩ for a user's product d ↦ A d on the dict of one task; checked on random directions when it is made.
+    """R = ½⟨d, A d⟩ for a user's product d ↦ A d on the dict of one task; checked on random
+    directions when it is made.
 
     `smallest_curvature` is estimated with 25 products: at most a little too large.
     """
@@ -67,37 +70,53 @@ class Matrix(Proximal):
     def _product(self, v: Params) -> Params:
         """A v of one task, in the order and dtypes of v."""
         result = self._operator(v)
-        if not isinstance(result, Mapping) or set(result) != set(v) or any(result[n].shape != s for n, s in self._shapes.items()):
-            got = {n: tuple(t.shape) for n, t in result.items()} if isinstance(result, Mapping) else type(result).__name__
+        if (
+            not isinstance(result, Mapping)
+            or set(result) != set(v)
+            or any(result[n].shape != s for n, s in self._shapes.items())
+        ):
+            got = (
+                {n: tuple(t.shape) for n, t in result.items()}
+                if isinstance(result, Mapping)
+                else type(result).__name__
+            )
             raise ValueError(
-                f"The operator given as lam must return a dict with the names and shapes it is given "
-                f"({ {n: tuple(s) for n, s in self._shapes.items()} }), got {got}."
+                "The operator given as lam must return a dict with the names and shapes it is"
+                f" given ({ {n: tuple(s) for n, s in self._shapes.items()} }), got {got}."
             )
         return {n: result[n].to(leaf.dtype) for n, leaf in v.items()}
 
     def _probed(self, parameters: Mapping[str, Tensor]) -> float:
-        """Refuse what is not linear, symmetric and positive on random directions; returns the smallest eigenvalue, estimated."""
+        """Refuse what is not linear, symmetric and positive on random directions; returns the
+        smallest eigenvalue, estimated.
+        """
         with torch.no_grad():
             probes = [_direction(parameters, seed) for seed in range(2 * PROBES)]
             images = [self.product(v) for v in probes]
             slack = max(torch.finfo(leaf.dtype).eps for leaf in probes[0].values()) ** 0.5
             if not all(bool(torch.isfinite(norm(image)).all()) for image in images):
                 raise ValueError(f"The operator given as lam returns NaN or Inf. {FIX}")
-            for u, v, au, av in zip(probes[::2], probes[1::2], images[::2], images[1::2], strict=True):
+            for u, v, au, av in zip(
+                probes[::2], probes[1::2], images[::2], images[1::2], strict=True
+            ):
                 size = float(norm(au) + norm(av))
                 both = self.product({n: u[n] + 2 * v[n] for n in u})
                 if float(norm({n: both[n] - au[n] - 2 * av[n] for n in u})) > slack * size:
-                    raise ValueError(f"The operator given as lam is not linear: A(u + 2v) differs from Au + 2Av. {FIX}")
+                    raise ValueError(
+                        "The operator given as lam is not linear: A(u + 2v) differs from Au + 2Av."
+                        f" {FIX}"
+                    )
                 if abs(float(dot(u, av) - dot(au, v))) > slack * size:
                     raise ValueError(
-                        f"The operator given as lam is not symmetric: ⟨u, Av⟩ = {float(dot(u, av)):.6g} but "
-                        f"⟨Au, v⟩ = {float(dot(au, v)):.6g}. {FIX}"
+                        "The operator given as lam is not symmetric: ⟨u, Av⟩ ="
+                        f" {float(dot(u, av)):.6g} but ⟨Au, v⟩ = {float(dot(au, v)):.6g}. {FIX}"
                     )
             smallest, largest = extreme_eigenvalues(self.product, probes[0])
             if smallest <= slack**2 * abs(largest):
                 raise ValueError(
-                    f"The operator given as lam is not positive definite: it has an eigenvalue of at most {smallest:.3g}, so that the "
-                    f"inner problem may have no unique solution. {FIX}"
+                    "The operator given as lam is not positive definite: it has an eigenvalue of"
+                    f" at most {smallest:.3g}, so that the inner problem may have no unique"
+                    f" solution. {FIX}"
                 )
         return smallest
 

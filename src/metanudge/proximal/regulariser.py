@@ -17,27 +17,37 @@ from metanudge.proximal.stiffness import Regulariser
 
 
 class Custom(Proximal):
-    """R(φ; θ) given as a function of two dicts of one task's tensors; its derivatives are autograd's.
+    """R(φ; θ) given as a function of two dicts of one task's tensors; its derivatives are
+    autograd's.
 
-    `smallest_curvature` is that of R at φ = θ when this was made, estimated with up to 25 Hessian-vector products; NaN where R has
-    no second derivative or is flat there.
+    `smallest_curvature` is that of R at φ = θ when this was made, estimated with up to 25
+    Hessian-vector products; NaN where R has no second derivative or is flat there.
     """
 
     uses_theta = True
 
     def __init__(self, regulariser: Regulariser, parameters: Mapping[str, Tensor]) -> None:
-        if isinstance(regulariser, nn.Module) and any(p.requires_grad for p in regulariser.parameters()):
+        if isinstance(regulariser, nn.Module) and any(
+            p.requires_grad for p in regulariser.parameters()
+        ):
             raise ValueError(
-                "The regulariser has parameters that require grad, but only θ is learned through it. Call "
-                "regulariser.requires_grad_(False), or learn a stiffness with learn_lam."
+                "The regulariser has parameters that require grad, but only θ is learned through"
+                " it. Call regulariser.requires_grad_(False), or learn a stiffness with learn_lam."
             )
         self._regulariser = regulariser
         self._value = Rowwise(lambda phi, theta: {"value": regulariser(phi, theta)})
         self._on_phi = Rowwise(grad(regulariser))
         self._on_theta = Rowwise(grad(regulariser, argnums=1))
-        self._hvp = Rowwise(lambda phi, theta, v: vjp(lambda p: grad(regulariser)(p, theta), phi)[1](v)[0])
-        self._mixed = Rowwise(lambda phi, theta, v: vjp(lambda t: grad(regulariser)(phi, t), theta)[1](v)[0])
-        theta = {n: p.detach().to(torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()}
+        self._hvp = Rowwise(
+            lambda phi, theta, v: vjp(lambda p: grad(regulariser)(p, theta), phi)[1](v)[0]
+        )
+        self._mixed = Rowwise(
+            lambda phi, theta, v: vjp(lambda t: grad(regulariser)(phi, t), theta)[1](v)[0]
+        )
+        theta = {
+            n: p.detach().to(torch.promote_types(p.dtype, torch.float32))
+            for n, p in parameters.items()
+        }
         self._check(theta)
         self._smallest = self._curvature_at(theta)
 
@@ -69,32 +79,53 @@ class Custom(Proximal):
 
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
         """d ↦ ∂_φ R(θ + d; θ)."""
-        return lambda d: grad(self._regulariser)({n: theta[n] + leaf for n, leaf in d.items()}, theta), self._smallest
+        return (
+            lambda d: grad(self._regulariser)({n: theta[n] + leaf for n, leaf in d.items()}, theta),
+            self._smallest,
+        )
 
     def _call(self, function: Rowwise, d: Params, theta: Params, *more: Params) -> Params:
         own = next(theta[n].ndim == leaf.ndim for n, leaf in d.items())
         theta = {n: theta[n].to(leaf.dtype) for n, leaf in d.items()}
-        with torch.no_grad():  # what the function closes over is constant; `grad` inside works all the same
-            return function({n: theta[n] + leaf for n, leaf in d.items()}, theta, *more, apart=(True, own))
+        # what the function closes over is constant; `grad` inside works all the same
+        with torch.no_grad():
+            return function(
+                {n: theta[n] + leaf for n, leaf in d.items()}, theta, *more, apart=(True, own)
+            )
 
     def _check(self, theta: Params) -> None:
         value = self._regulariser({n: t.clone() for n, t in theta.items()}, theta)
         if not isinstance(value, Tensor) or value.ndim != 0:
-            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"The regulariser must return a scalar tensor, got {got}. Sum it over all parameters.")
-        force = self._on_phi({n: t.unsqueeze(0) for n, t in theta.items()}, theta, apart=(True, False))
+            got = (
+                f"a tensor of shape {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
+            raise ValueError(
+                f"The regulariser must return a scalar tensor, got {got}. Sum it over all"
+                " parameters."
+            )
+        force = self._on_phi(
+            {n: t.unsqueeze(0) for n, t in theta.items()}, theta, apart=(True, False)
+        )
         if not bool(torch.isfinite(value)) or not bool(torch.isfinite(norm(force)).all()):
             raise ValueError(
-                "The regulariser or its gradient is not finite at φ = θ, where every solve starts (a norm without its square has no "
-                "gradient there). Make it smooth, e.g. sqrt(distance² + ε)."
+                "The regulariser or its gradient is not finite at φ = θ, where every solve starts"
+                " (a norm without its square has no gradient there). Make it smooth, e.g."
+                " sqrt(distance² + ε)."
             )
 
     def _curvature_at(self, theta: Params) -> float:
         generator = torch.Generator().manual_seed(0)
-        start = {n: torch.randn(t.shape, generator=generator, dtype=torch.float64).unsqueeze(0).to(t) for n, t in theta.items()}
+        start = {
+            n: torch.randn(t.shape, generator=generator, dtype=torch.float64).unsqueeze(0).to(t)
+            for n, t in theta.items()
+        }
         still = {n: torch.zeros_like(leaf) for n, leaf in start.items()}
         try:
-            smallest, _ = extreme_eigenvalues(lambda v: self._call(self._hvp, still, theta, v), start)
+            smallest, _ = extreme_eigenvalues(
+                lambda v: self._call(self._hvp, still, theta, v), start
+            )
         except (RuntimeError, NotImplementedError):
             return math.nan
         return smallest if smallest > 0 else math.nan

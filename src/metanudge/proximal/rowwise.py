@@ -11,7 +11,9 @@ from metanudge.params import Params
 
 
 class Rowwise:
-    """Runs rows side by side with `vmap`, or one after the other where the function does not support that."""
+    """Runs rows side by side with `vmap`, or one after the other where the function does not
+    support that.
+    """
 
     def __init__(self, function: Callable[..., Params]) -> None:
         self._function = function
@@ -21,7 +23,12 @@ class Rowwise:
         """The function of every row; `apart[i]` False says that argument i has no row axis."""
         arguments = tuple(dict(argument) for argument in arguments)  # vmap knows plain dicts only
         has_rows = (*apart, *[True] * (len(arguments) - len(apart)))
-        rows = next(leaf.shape[0] for argument, own in zip(arguments, has_rows, strict=True) if own for leaf in argument.values())
+        rows = next(
+            leaf.shape[0]
+            for argument, own in zip(arguments, has_rows, strict=True)
+            if own
+            for leaf in argument.values()
+        )
         if rows > 1 and self._stacks:
             try:
                 in_dims = tuple(0 if own else None for own in has_rows)
@@ -31,7 +38,12 @@ class Rowwise:
             except Exception:
                 self._stacks = False  # the loop gives the same numbers, or the error itself
         each = [
-            self._function(*({n: leaf[r] for n, leaf in a.items()} if own else a for a, own in zip(arguments, has_rows, strict=True)))
+            self._function(
+                *(
+                    {n: leaf[r] for n, leaf in a.items()} if own else a
+                    for a, own in zip(arguments, has_rows, strict=True)
+                )
+            )
             for r in range(rows)
         ]
         return {name: torch.stack([row[name] for row in each]) for name in each[0]}

@@ -1,4 +1,6 @@
-"""λ as users write it (a number, one per tensor, one per parameter), checked and as one tensor per parameter."""
+"""λ as users write it (a number, one per tensor, one per parameter), checked and as one tensor per
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,29 @@ Regulariser = Callable[[Params, Params], Tensor]
 Stiffness = float | Tensor | Mapping[str, float | Tensor] | Operator
 
 
-def stiffness_per_parameter(lam: float | Tensor | Mapping[str, float | Tensor], parameters: Mapping[str, Tensor]) -> Params:
-    """λ as one tensor per parameter, 0-d or of the parameter's shape; raises where it is not positive or does not fit."""
+def stiffness_per_parameter(
+    lam: float | Tensor | Mapping[str, float | Tensor], parameters: Mapping[str, Tensor]
+) -> Params:
+    """λ as one tensor per parameter, 0-d or of the parameter's shape; raises where it is not
+    positive or does not fit.
+    """
     if isinstance(lam, Mapping):
         unknown, missing = sorted(set(lam) - set(parameters)), sorted(set(parameters) - set(lam))
         if unknown or missing:
-            parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
+            parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [
+                f"missing: {', '.join(missing)}"
+            ] * bool(missing)
             raise ValueError(
-                f"The names in lam do not match the model's trainable parameters ({'; '.join(parts)}). "
-                f"Give one value per parameter name that adapts: {', '.join(parameters)}."
+                "The names in lam do not match the model's trainable parameters"
+                f" ({'; '.join(parts)}). Give one value per parameter name that adapts:"
+                f" {', '.join(parameters)}."
             )
         return {name: _stiffness(lam[name], f"lam[{name!r}]", p) for name, p in parameters.items()}
     if isinstance(lam, Tensor) and lam.ndim > 0:
         raise ValueError(
-            f"lam is a tensor of shape {tuple(lam.shape)}. One value per parameter goes into a mapping from parameter name to "
-            "a tensor of that parameter's shape; a single number applies to all."
+            f"lam is a tensor of shape {tuple(lam.shape)}. One value per parameter goes into a"
+            " mapping from parameter name to a tensor of that parameter's shape; a single number"
+            " applies to all."
         )
     return {name: _stiffness(lam, "lam", p) for name, p in parameters.items()}
 
@@ -38,17 +48,26 @@ def _stiffness(value: float | Tensor, what: str, parameter: Tensor) -> Tensor:
     try:
         tensor = torch.as_tensor(value, dtype=dtype, device=parameter.device).detach()
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        got = repr(value) if len(repr(value)) < 40 else f"a {type(value).__name__} that is too large"
-        raise TypeError(f"{what} must be a number or a tensor, got {got}. Write e.g. lam=2.0.") from error
+        got = (
+            repr(value) if len(repr(value)) < 40 else f"a {type(value).__name__} that is too large"
+        )
+        raise TypeError(
+            f"{what} must be a number or a tensor, got {got}. Write e.g. lam=2.0."
+        ) from error
     if tensor.ndim > 0 and tensor.shape != parameter.shape:
         raise ValueError(
-            f"{what} has shape {tuple(tensor.shape)} but its parameter has {tuple(parameter.shape)}. "
-            "Give a number or a tensor of the parameter's shape."
+            f"{what} has shape {tuple(tensor.shape)} but its parameter has"
+            f" {tuple(parameter.shape)}. Give a number or a tensor of the parameter's shape."
         )
     if not bool(torch.isfinite(tensor).all()) or not bool((tensor > 0).all()):
-        shown = float(tensor) if tensor.ndim == 0 else f"an entry of {float(tensor[~(torch.isfinite(tensor) & (tensor > 0))][0])}"
+        shown = (
+            float(tensor)
+            if tensor.ndim == 0
+            else f"an entry of {float(tensor[~(torch.isfinite(tensor) & (tensor > 0))][0])}"
+        )
         raise ValueError(
-            f"{what} must be positive and finite, got {shown}: λ is the stiffness of the proximal term ½λ‖φ − θ‖², and "
-            "without it the inner problem has no unique solution. Start with 2.0, or about 1/(inner learning rate)."
+            f"{what} must be positive and finite, got {shown}: λ is the stiffness of the proximal"
+            " term ½λ‖φ − θ‖², and without it the inner problem has no unique solution. Start with"
+            " 2.0, or about 1/(inner learning rate)."
         )
     return tensor

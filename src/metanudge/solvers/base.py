@@ -1,8 +1,9 @@
 """What a solver sees (`Oracle`) and what it returns (`Solution`).
 
-A solver minimises  g(d) = f̂(θ + d) + ½‖d‖²_λ + ν p(θ + d)  over the displacement d = φ − θ, for several independent problems
-(rows) at once. It works on displacements, never on φ: the meta-gradient is a small difference of displacements, and in float32
-it would drown in the rounding of φ. Solvers never differentiate through themselves; that is the estimators' business.
+A solver minimises  g(d) = f̂(θ + d) + ½‖d‖²_λ + ν p(θ + d)  over the displacement d = φ − θ, for
+several independent problems (rows) at once. It works on displacements, never on φ: the
+meta-gradient is a small difference of displacements, and in float32 it would drown in the rounding
+of φ. Solvers never differentiate through themselves; that is the estimators' business.
 """
 
 from __future__ import annotations
@@ -27,19 +28,26 @@ class Oracle(Protocol):
 
     @property
     def strong_convexity(self) -> float | Tensor:
-        """The smallest λ: a lower bound of the curvature wherever the support loss is convex. A 0-d tensor where λ is learned."""
+        """The smallest λ: a lower bound of the curvature wherever the support loss is convex. A 0-d
+        tensor where λ is learned.
+        """
 
     def zeros(self) -> Params:
         """The displacement of θ itself; the caller owns it and may overwrite it."""
 
-    def gradient(self, d: Params, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Params]:
+    def gradient(
+        self, d: Params, step: int = 0, batch_size: int | None = None
+    ) -> tuple[Tensor, Params]:
         """Data losses `(rows,)` and gradient of g at `d`; the caller owns the gradient.
 
-        `step` chooses the random numbers (dropout masks, minibatch): the same for every row of one task's stencil.
+        `step` chooses the random numbers (dropout masks, minibatch): the same for every row of one
+        task's stencil.
         """
 
     def objective(self, loss: Tensor, d: Params) -> Tensor:
-        """g itself, `(rows,)`, from the data losses at `d`: adds the proximal term and a linear nudge."""
+        """g itself, `(rows,)`, from the data losses at `d`: adds the proximal term and a linear
+        nudge.
+        """
 
     def value(self, d: Params, step: int = 0) -> Tensor:
         """g at `d`, `(rows,)`, without a gradient."""
@@ -53,9 +61,13 @@ class Oracle(Protocol):
 
 @runtime_checkable
 class Descends(Protocol):
-    """What an oracle may offer besides: to step downhill while the gradient comes in, and never hold the whole of it."""
+    """What an oracle may offer besides: to step downhill while the gradient comes in, and never
+    hold the whole of it.
+    """
 
-    def descend(self, d: Params, lr: float, step: int = 0, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
+    def descend(
+        self, d: Params, lr: float, step: int = 0, batch_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """d ← d − lr ∇g(d), in place; data losses and ‖∇g‖ at the old d, `(rows,)` each."""
 
 
@@ -66,8 +78,10 @@ class Solution:
     Attributes:
         displacement: φ − θ, leaves of shape `(rows, *shape)`.
         steps: steps taken by each row.
-        residual: ‖∇g‖ at the last point where the gradient was computed (for solvers of fixed length: before the last step).
-        delta: estimate of δ = ‖φ̃ − φ*‖, residual / λ: an upper bound where the support loss is convex.
+        residual: ‖∇g‖ at the last point where the gradient was computed (for solvers of fixed
+            length: before the last step).
+        delta: estimate of δ = ‖φ̃ − φ*‖, residual / λ: an upper bound where the support loss is
+            convex.
         losses: data loss at every gradient evaluation, `(evaluations, rows)`.
         residuals: ‖∇g‖ at every gradient evaluation, `(evaluations, rows)`.
     """
@@ -151,8 +165,8 @@ class Solver(Protocol):
 class LinearSolver(Solver, Protocol):
     """A solver whose update is linear in iterate and gradient with fixed coefficients.
 
-    Such a solver can be differentiated step by step: backwards by `MAML`, forwards in ν by the tangent stencil, which sends
-    tangents through the same update.
+    Such a solver can be differentiated step by step: backwards by `MAML`, forwards in ν by the
+    tangent stencil, which sends tangents through the same update.
     """
 
     @property
@@ -166,15 +180,29 @@ class LinearSolver(Solver, Protocol):
     def memory(self, d: Params) -> Params:
         """What the update remembers between steps, at the start."""
 
-    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float | Tensor, inplace: bool) -> tuple[Params, Params]:
-        """One step from `d` with gradient `g`; with `inplace` the three dicts' tensors may be overwritten."""
+    def update(
+        self,
+        d: Params,
+        g: Params,
+        memory: Params,
+        *,
+        strong_convexity: float | Tensor,
+        inplace: bool,
+    ) -> tuple[Params, Params]:
+        """One step from `d` with gradient `g`; with `inplace` the three dicts' tensors may be
+        overwritten.
+        """
 
     def result(self, d: Params, memory: Params) -> Params:
         """The solution after the last update."""
 
 
-def iterate(solver: LinearSolver, oracle: Oracle, start: Params | None, tol: float | None) -> Solution:
-    """Run a linear solver's update `steps` times; rows whose residual is at most `tol` stop where they are."""
+def iterate(
+    solver: LinearSolver, oracle: Oracle, start: Params | None, tol: float | None
+) -> Solution:
+    """Run a linear solver's update `steps` times; rows whose residual is at most `tol` stop where
+    they are.
+    """
     d = oracle.zeros() if start is None else start
     memory = solver.memory(d)
     trace = Trace(oracle)
@@ -187,26 +215,41 @@ def iterate(solver: LinearSolver, oracle: Oracle, start: Params | None, tol: flo
         if active is not None and not bool(active.any()):
             break
         if active is None or bool(active.all()):
-            d, memory = solver.update(d, g, memory, strong_convexity=oracle.strong_convexity, inplace=True)
+            d, memory = solver.update(
+                d, g, memory, strong_convexity=oracle.strong_convexity, inplace=True
+            )
             steps += 1
         else:  # a row that has converged must not move any more while the others go on
-            new = solver.update(d, g, memory, strong_convexity=oracle.strong_convexity, inplace=False)
+            new = solver.update(
+                d, g, memory, strong_convexity=oracle.strong_convexity, inplace=False
+            )
             d, memory = select(active, new[0], d), select(active, new[1], memory)
             steps += active
-        del g  # or the old gradient would still be alive while the next forward pass stores its activations
+        # or the old gradient would still be alive while the next forward pass stores its
+        # activations
+        del g
     assert steps is not None
     return trace.solution(solver.result(d, memory), steps)
 
 
 def unroll(
-    solver: LinearSolver, d: Params, gradient: Callable[[Params, int], Params], *, strong_convexity: float | Tensor, last: int
+    solver: LinearSolver,
+    d: Params,
+    gradient: Callable[[Params, int], Params],
+    *,
+    strong_convexity: float | Tensor,
+    last: int,
 ) -> Params:
-    """Run a linear solver's update `steps` times so that autograd can follow the last `last` of them; what comes before is constant."""
+    """Run a linear solver's update `steps` times so that autograd can follow the last `last` of
+    them; what comes before is constant.
+    """
     memory = solver.memory(d)
     for step in range(solver.steps):
         if step == solver.steps - last:
             d, memory = _detached(d), _detached(memory)
-        d, memory = solver.update(d, gradient(d, step), memory, strong_convexity=strong_convexity, inplace=False)
+        d, memory = solver.update(
+            d, gradient(d, step), memory, strong_convexity=strong_convexity, inplace=False
+        )
     d = solver.result(d, memory)
     return d if last else _detached(d)
 
@@ -216,21 +259,35 @@ def _detached(d: Params) -> Params:
 
 
 def check_kind(value: object, what: str, method: str, examples: Mapping[str, str]) -> None:
-    """Raise a `TypeError` unless `value` is an object with this method; it says which of the examples to write, by default the first."""
+    """Raise a `TypeError` unless `value` is an object with this method; it says which of the
+    examples to write, by default the first.
+    """
     if not isinstance(value, type) and callable(getattr(value, method, None)):
         return
     kind = value if isinstance(value, type) else type(value)
-    got, name = (repr(value), value) if isinstance(value, str) else (f"the class {kind.__name__}", kind.__name__)
+    got, name = (
+        (repr(value), value)
+        if isinstance(value, str)
+        else (f"the class {kind.__name__}", kind.__name__)
+    )
     if not isinstance(value, (str, type)):
         got = f"an object of {kind.__name__}"
     known = {label.lower(): example for label, example in examples.items()}
     example = known.get(name.lower().replace("-", "").replace("_", ""), next(iter(known.values())))
-    raise TypeError(f"{what} must be one of metanudge's {what}s, as an object; got {got}. Write {what}={example}.")
+    raise TypeError(
+        f"{what} must be one of metanudge's {what}s, as an object; got {got}. Write"
+        f" {what}={example}."
+    )
 
 
 def check_positive(value: float, what: str, fix: str) -> None:
     """Raise a `ValueError` unless `value` is a positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value <= 0
+    ):
         raise ValueError(f"{what} must be a positive number, got {value!r}. {fix}")
 
 
@@ -244,4 +301,9 @@ def check_solver_options(steps: int, tol: float | None) -> None:
     """The checks every solver shares."""
     check_count(steps, "steps", "Few-shot learners usually take 1 to 20 steps.")
     if tol is not None:
-        check_positive(tol, "tol", "It is the residual norm at which a solve stops early; leave it out to always take all steps.")
+        check_positive(
+            tol,
+            "tol",
+            "It is the residual norm at which a solve stops early; leave it out to always take all"
+            " steps.",
+        )

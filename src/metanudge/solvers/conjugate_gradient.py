@@ -1,4 +1,6 @@
-"""Conjugate gradient for symmetric positive-definite systems, row by row (Hestenes & Stiefel, 1952)."""
+"""Conjugate gradient for symmetric positive-definite systems, row by row (Hestenes & Stiefel,
+1952).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class LinearSolve:
         x: the solution of each row.
         residual: ‖b − A x‖ of each row.
         products: matrix-vector products used.
-        indefinite: rows in which a direction of non-positive curvature was met; they keep the x they had.
+        indefinite: rows in which a direction of non-positive curvature was met; they keep the x
+            they had.
     """
 
     x: Params
@@ -28,8 +31,11 @@ class LinearSolve:
     indefinite: Tensor
 
 
-def conjugate_gradient(matvec: Callable[[Params], Params], b: Params, *, steps: int, tol: float | Tensor = 0.0) -> LinearSolve:
-    """Solve A x = b from x = 0 with at most `steps` products; a row stops at ‖b − A x‖ ≤ tol·‖b‖ or at ⟨p, A p⟩ ≤ 0.
+def conjugate_gradient(
+    matvec: Callable[[Params], Params], b: Params, *, steps: int, tol: float | Tensor = 0.0
+) -> LinearSolve:
+    """Solve A x = b from x = 0 with at most `steps` products; a row stops at ‖b − A x‖ ≤ tol·‖b‖ or
+    at ⟨p, A p⟩ ≤ 0.
 
     `tol` is one number or one per row.
     Rows that have stopped keep their x while the others go on.
@@ -52,11 +58,21 @@ def conjugate_gradient(matvec: Callable[[Params], Params], b: Params, *, steps: 
         curvature = dot(p, ap)
         indefinite = indefinite | (active & (curvature <= 0))
         active = active & (curvature > 0)
-        alpha = torch.where(active, rr / torch.where(curvature == 0, torch.ones_like(rr), curvature), torch.zeros_like(rr))
+        alpha = torch.where(
+            active,
+            rr / torch.where(curvature == 0, torch.ones_like(rr), curvature),
+            torch.zeros_like(rr),
+        )
         x = add_scaled(x, alpha, p)
         r = add_scaled(r, -alpha, ap)
         rr_new = dot(r, r)
         active = active & (rr_new > target)
-        p = add_scaled(r, torch.where(active, rr_new / torch.where(rr == 0, torch.ones_like(rr), rr), torch.zeros_like(rr)), p)
+        p = add_scaled(
+            r,
+            torch.where(
+                active, rr_new / torch.where(rr == 0, torch.ones_like(rr), rr), torch.zeros_like(rr)
+            ),
+            p,
+        )
         rr = rr_new
     return LinearSolve(x, rr.clamp_min(0).sqrt(), products, indefinite)

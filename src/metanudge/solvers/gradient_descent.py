@@ -8,11 +8,23 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Flat, Params
-from metanudge.solvers.base import Descends, Oracle, Solution, Trace, check_count, check_positive, check_solver_options, iterate
+from metanudge.solvers.base import (
+    Descends,
+    Oracle,
+    Solution,
+    Trace,
+    check_count,
+    check_positive,
+    check_solver_options,
+    iterate,
+)
 
 
-def stability_advice(lr: float | None, lam: float | None, *, where: str = "lr in the solver", stiffness: str = "lam") -> str:
-    """What to change where inner steps overshoot: they are stable below 2/(curvature + λ), so a larger λ makes it worse.
+def stability_advice(
+    lr: float | None, lam: float | None, *, where: str = "lr in the solver", stiffness: str = "lam"
+) -> str:
+    """What to change where inner steps overshoot: they are stable below 2/(curvature + λ), so a
+    larger λ makes it worse.
 
     Args:
         lr: the solver's step size, where it has one.
@@ -22,12 +34,15 @@ def stability_advice(lr: float | None, lam: float | None, *, where: str = "lr in
     Example:
         >>> stability_advice(0.1, 2.0)
         'use a smaller lr in the solver'
-        >>> stability_advice(0.1, 30.0)
-        'use a smaller lr in the solver or a smaller lam: lr·λ = 3, and lr·(curvature + λ) must stay below 2'
+        >>> stability_advice(0.1, 30.0).partition(", ")[0]
+        'use a smaller lr in the solver or a smaller lam: lr·λ = 3'
     """
     if lr is None or lam is None or lr * lam < 0.5:
         return f"use a smaller {where}"
-    return f"use a smaller {where} or a smaller {stiffness}: lr·λ = {lr * lam:.3g}, and lr·(curvature + λ) must stay below 2"
+    return (
+        f"use a smaller {where} or a smaller {stiffness}: lr·λ = {lr * lam:.3g}, and lr·(curvature"
+        " + λ) must stay below 2"
+    )
 
 
 @dataclass(frozen=True)
@@ -35,14 +50,17 @@ class GradientDescent:
     """d ← d − α ∇g(d), the inner algorithm of the paper's experiments.
 
     Args:
-        lr: step size α. The inner problem has curvature up to L̂ + λ; steps above 2/(L̂ + λ) diverge.
+        lr: step size α. The inner problem has curvature up to L̂ + λ; steps above 2/(L̂ + λ)
+            diverge.
         steps: K.
         tol: stop a task early once ‖∇g‖ is at most this.
-        batch_size: support examples drawn (without replacement) for each step; default all. The draw depends on the seed, the
-            task and the step only, so all solves of one stencil see the same data order.
+        batch_size: support examples drawn (without replacement) for each step; default all. The
+            draw depends on the seed, the task and the step only, so all solves of one stencil see
+            the same data order.
 
-    Cost: `steps` gradients of the inner objective; memory of one of them. In place and without `tol` only of the layer that autograd is
-    at; the residual of two losses (loss nudge) is then exact up to the rounding of φ, divided by α.
+    Cost: `steps` gradients of the inner objective; memory of one of them. In place and without
+    `tol` only of the layer that autograd is at; the residual of two losses (loss nudge) is then
+    exact up to the rounding of φ, divided by α.
 
     Example:
         >>> GradientDescent(lr=0.1, steps=5)
@@ -74,7 +92,15 @@ class GradientDescent:
         """Gradient descent remembers nothing."""
         return {}
 
-    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float | Tensor, inplace: bool) -> tuple[Params, Params]:
+    def update(
+        self,
+        d: Params,
+        g: Params,
+        memory: Params,
+        *,
+        strong_convexity: float | Tensor,
+        inplace: bool,
+    ) -> tuple[Params, Params]:
         """One step."""
         if inplace and isinstance(d, Flat) and isinstance(g, Flat):
             d.matrix.add_(g.matrix, alpha=-self.lr)

@@ -13,16 +13,18 @@ from metanudge.solvers.base import Oracle, Solution, Trace, check_count, check_s
 
 @dataclass(frozen=True)
 class LBFGS:
-    """Quasi-Newton solves to high precision with plain gradients: the solver for exact meta-gradients of smooth models.
+    """Quasi-Newton solves to high precision with plain gradients: the solver for exact
+    meta-gradients of smooth models.
 
     Args:
-        steps: largest number of iterations. A first round uses a strong-Wolfe line search; near the solution the
-            decrease of g drowns in its rounding and that search gives up, so rounds of full quasi-Newton steps, which need the
-            gradient only, follow as long as they help.
+        steps: largest number of iterations. A first round uses a strong-Wolfe line search; near the
+            solution the decrease of g drowns in its rounding and that search gives up, so rounds of
+            full quasi-Newton steps, which need the gradient only, follow as long as they help.
         tol: stop once ‖∇g‖ is at most this.
         history: number of past steps that model the curvature.
 
-    Cost: one to two gradients per iteration, each task on its own; memory of `2 × history` copies of φ.
+    Cost: one to two gradients per iteration, each task on its own; memory of `2 × history` copies
+    of φ.
     """
 
     steps: int = 200
@@ -37,7 +39,9 @@ class LBFGS:
         """Minimise from `start` (default: d = 0)."""
         d = oracle.zeros() if start is None else start
         rows = [{n: leaf[r : r + 1] for n, leaf in d.items()} for r in range(oracle.rows)]
-        return join([self._solve_row(one, row) for one, row in zip(oracle.split(), rows, strict=True)])
+        return join(
+            [self._solve_row(one, row) for one, row in zip(oracle.split(), rows, strict=True)]
+        )
 
     def _solve_row(self, oracle: Oracle, d: Params) -> Solution:
         trace = Trace(oracle)
@@ -46,21 +50,39 @@ class LBFGS:
         searching = True
         while iterations < self.steps and self.tol < residual < float("inf"):
             moved = {n: leaf.clone() for n, leaf in d.items()}
-            taken = self._round(oracle, moved, residual, trace, self.steps - iterations, "strong_wolfe" if searching else None)
+            taken = self._round(
+                oracle,
+                moved,
+                residual,
+                trace,
+                self.steps - iterations,
+                "strong_wolfe" if searching else None,
+            )
             iterations += taken
             reached = float(trace.record(*oracle.gradient(moved)))
-            # A line search goes downhill whatever the gradient's norm does; full steps must show that they help.
+            # A line search goes downhill whatever the gradient's norm does; full steps must show
+            # that they help.
             if not (searching or reached < residual) or taken == 0:
-                trace.record(*oracle.gradient(d))  # what is reported last must belong to the point that is returned
+                # what is reported last must belong to the point that is returned
+                trace.record(*oracle.gradient(d))
                 break
             d, residual, searching = moved, reached, False
         return trace.solution(d, torch.tensor([iterations], device=next(iter(d.values())).device))
 
-    def _round(self, oracle: Oracle, d: Params, residual: float, trace: Trace, steps: int, line_search: str | None) -> int:
+    def _round(
+        self,
+        oracle: Oracle,
+        d: Params,
+        residual: float,
+        trace: Trace,
+        steps: int,
+        line_search: str | None,
+    ) -> int:
         """One run of torch's L-BFGS that overwrites d; returns its iterations.
 
-        torch measures curvature and steps against absolute constants (⟨y, s⟩ > 1e-10), so it is given the problem in units in which
-        both gradient and step are of order one: u = d/r and g/r², with r the residual at the start. The Hessian stays the same.
+        torch measures curvature and steps against absolute constants (⟨y, s⟩ > 1e-10), so it is
+        given the problem in units in which both gradient and step are of order one: u = d/r and
+        g/r², with r the residual at the start. The Hessian stays the same.
         """
         start = [leaf[0].clone() for leaf in d.values()]
         units = [torch.zeros_like(leaf) for leaf in start]
@@ -69,7 +91,9 @@ class LBFGS:
             lr=1.0,
             max_iter=steps,
             history_size=self.history,
-            tolerance_grad=0.1 * self.tol / residual,  # torch looks at the largest component, we at the norm
+            tolerance_grad=0.1
+            * self.tol
+            / residual,  # torch looks at the largest component, we at the norm
             tolerance_change=0.0,
             line_search_fn=line_search,
         )

@@ -1,6 +1,7 @@
 """Nesterov's accelerated gradient for strongly convex problems: the √κ in the paper's Table 1.
 
-Y. Nesterov, Introductory Lectures on Convex Optimization (2004), scheme 2.2.11 with constant momentum.
+Y. Nesterov, Introductory Lectures on Convex Optimization (2004), scheme 2.2.11 with constant
+momentum.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Params
-from metanudge.solvers.base import Oracle, Solution, check_count, check_positive, check_solver_options, iterate
+from metanudge.solvers.base import (
+    Oracle,
+    Solution,
+    check_count,
+    check_positive,
+    check_solver_options,
+    iterate,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class Nesterov:
         check_solver_options(self.steps, self.tol)
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(
-                f"momentum must be at least 0 and below 1, got {self.momentum!r}. Leave it out to have it computed from lam."
+                f"momentum must be at least 0 and below 1, got {self.momentum!r}. Leave it out to"
+                " have it computed from lam."
             )
         if self.batch_size is not None:
             check_count(self.batch_size, "batch_size", "Leave it out to use the whole support set.")
@@ -53,7 +62,15 @@ class Nesterov:
         """The previous x; at the start x = y."""
         return {name: leaf.clone() for name, leaf in d.items()}
 
-    def update(self, d: Params, g: Params, memory: Params, *, strong_convexity: float | Tensor, inplace: bool) -> tuple[Params, Params]:
+    def update(
+        self,
+        d: Params,
+        g: Params,
+        memory: Params,
+        *,
+        strong_convexity: float | Tensor,
+        inplace: bool,
+    ) -> tuple[Params, Params]:
         """One step from y = `d` and x = `memory`."""
         beta = self._beta(strong_convexity)
         if inplace:
@@ -63,11 +80,17 @@ class Nesterov:
                     memory[name].mul_(-beta).addcmul_(x_new, (1 + beta).to(x_new))
                 else:
                     memory[name].mul_(-beta).add_(x_new, alpha=1 + beta)
-            return memory, d  # the two buffers have changed roles: `memory` now holds y, `d` holds x
+            # the two buffers have changed roles: `memory` now holds y, `d` holds x
+            return (memory, d)
         x = {name: torch.add(y, g[name], alpha=-self.lr) for name, y in d.items()}
         if isinstance(beta, Tensor):
-            return {name: torch.addcmul(leaf, leaf - memory[name], beta.to(leaf)) for name, leaf in x.items()}, x
-        return {name: torch.add(leaf, leaf - memory[name], alpha=beta) for name, leaf in x.items()}, x
+            return {
+                name: torch.addcmul(leaf, leaf - memory[name], beta.to(leaf))
+                for name, leaf in x.items()
+            }, x
+        return {
+            name: torch.add(leaf, leaf - memory[name], alpha=beta) for name, leaf in x.items()
+        }, x
 
     def result(self, d: Params, memory: Params) -> Params:
         """The last x."""
@@ -81,8 +104,8 @@ class Nesterov:
             return (1 - slow) / (1 + slow)
         if math.isnan(strong_convexity):
             raise ValueError(
-                "Nesterov computes its momentum from the curvature of the proximal term, which is unknown for this regulariser. Give it: "
-                "Nesterov(lr=…, steps=…, momentum=0.9)."
+                "Nesterov computes its momentum from the curvature of the proximal term, which is"
+                " unknown for this regulariser. Give it: Nesterov(lr=…, steps=…, momentum=0.9)."
             )
         root = math.sqrt(min(1.0, self.lr * strong_convexity))
         return (1 - root) / (1 + root)

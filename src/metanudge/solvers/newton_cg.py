@@ -1,4 +1,6 @@
-"""Newton's method with conjugate gradient on Hessian-vector products: the Hessian-free solver (Martens, 2010)."""
+"""Newton's method with conjugate gradient on Hessian-vector products: the Hessian-free solver
+(Martens, 2010).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from metanudge.params import Params, add_scaled, dot, norm, select
-from metanudge.solvers.base import Oracle, Solution, Trace, check_count, check_positive, check_solver_options
+from metanudge.solvers.base import (
+    Oracle,
+    Solution,
+    Trace,
+    check_count,
+    check_positive,
+    check_solver_options,
+)
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
 
@@ -21,8 +30,9 @@ class NewtonCG:
         tol: stop a task once ‖∇g‖ is at most this.
         damping: added to the Hessian's diagonal; λ already makes most inner problems well-posed.
 
-    Directions of negative curvature end the conjugate gradient early, so every step goes downhill. Cost per step: one gradient,
-    up to `cg_steps` Hessian-vector products and a few losses; needs double backward, unlike the other solvers.
+    Directions of negative curvature end the conjugate gradient early, so every step goes downhill.
+    Cost per step: one gradient, up to `cg_steps` Hessian-vector products and a few losses; needs
+    double backward, unlike the other solvers.
     """
 
     steps: int = 20
@@ -32,9 +42,17 @@ class NewtonCG:
 
     def __post_init__(self) -> None:
         check_solver_options(self.steps, self.tol)
-        check_count(self.cg_steps, "cg_steps", "5 to 50 is usual; the number of parameters makes each step exact.")
+        check_count(
+            self.cg_steps,
+            "cg_steps",
+            "5 to 50 is usual; the number of parameters makes each step exact.",
+        )
         if self.damping:
-            check_positive(self.damping, "damping", "0 is right unless the support loss has strong negative curvature.")
+            check_positive(
+                self.damping,
+                "damping",
+                "0 is right unless the support loss has strong negative curvature.",
+            )
 
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Minimise from `start` (default: d = 0)."""
@@ -58,20 +76,28 @@ class NewtonCG:
         assert steps is not None
         return trace.solution(d, steps)
 
-    def _step(self, oracle: Oracle, d: Params, g: Params, value: torch.Tensor) -> tuple[Params, torch.Tensor]:
+    def _step(
+        self, oracle: Oracle, d: Params, g: Params, value: torch.Tensor
+    ) -> tuple[Params, torch.Tensor]:
         def matvec(v: Params) -> Params:
             hv = oracle.hvp(d, v)
-            return {n: torch.add(leaf, v[n], alpha=self.damping) for n, leaf in hv.items()} if self.damping else hv
+            return (
+                {n: torch.add(leaf, v[n], alpha=self.damping) for n, leaf in hv.items()}
+                if self.damping
+                else hv
+            )
 
         downhill = {name: -leaf for name, leaf in g.items()}
-        # The nearer the solution, the more exact the step: enough for quadratic convergence, no product wasted far away.
+        # The nearer the solution, the more exact the step: enough for quadratic convergence, no
+        # product wasted far away.
         forcing = norm(g).clamp(1e-12, 0.1)
         solve = conjugate_gradient(matvec, downhill, steps=self.cg_steps, tol=forcing)
         # Negative curvature at the very first direction leaves x = 0: fall back on the gradient.
         nothing = dot(solve.x, solve.x) == 0
         direction = select(nothing, downhill, solve.x)
         slope = dot(g, direction)
-        # Near the solution the decrease is below the rounding of g itself: accept what does not go up by more than that.
+        # Near the solution the decrease is below the rounding of g itself: accept what does not go
+        # up by more than that.
         slack = 4 * torch.finfo(value.dtype).eps * value.abs()
         t = torch.ones_like(value)
         accepted = torch.zeros_like(value, dtype=torch.bool)

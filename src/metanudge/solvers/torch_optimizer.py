@@ -27,8 +27,9 @@ class TorchOptimizer:
         tol: stop a task early once ‖∇g‖ is at most this.
         batch_size: support examples per step, as in `GradientDescent`.
 
-    The optimizer's parameters are the displacements d = φ − θ, so its own `weight_decay` pulls towards θ, as λ does. Every task
-    and every nudge gets a fresh optimizer. Optimizers that need a closure (L-BFGS) get one.
+    The optimizer's parameters are the displacements d = φ − θ, so its own `weight_decay` pulls
+    towards θ, as λ does. Every task and every nudge gets a fresh optimizer. Optimizers that need a
+    closure (L-BFGS) get one.
 
     Cost: `steps` gradients; the optimizer's state comes on top of the memory.
 
@@ -47,18 +48,22 @@ class TorchOptimizer:
         check_solver_options(self.steps, self.tol)
         if not callable(self.optimizer):
             raise TypeError(
-                f"optimizer must be a class such as torch.optim.Adam, got {self.optimizer!r}. "
-                "Pass the class and its options, not an instance: TorchOptimizer(torch.optim.Adam, steps=5, options={'lr': 1e-2})."
+                f"optimizer must be a class such as torch.optim.Adam, got {self.optimizer!r}. Pass"
+                " the class and its options, not an instance: TorchOptimizer(torch.optim.Adam,"
+                " steps=5, options={'lr': 1e-2})."
             )
         if self.batch_size is not None:
             check_count(self.batch_size, "batch_size", "Leave it out to use the whole support set.")
         if "differentiable" in self.options:
-            raise ValueError("TorchOptimizer updates in place; take 'differentiable' out of its options.")
+            raise ValueError(
+                "TorchOptimizer updates in place; take 'differentiable' out of its options."
+            )
         try:  # a wrong option should fail here, not in the middle of training
             self.build([torch.zeros(1, 1)])
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{self._name} does not accept the options {dict(self.options)!r}: {error}. Check its documentation for the names."
+                f"{self._name} does not accept the options {dict(self.options)!r}: {error}. Check"
+                " its documentation for the names."
             ) from error
 
     @property
@@ -76,11 +81,17 @@ class TorchOptimizer:
         d = oracle.zeros() if start is None else start
         if self._needs_closure:
             parts = [{n: leaf[r : r + 1] for n, leaf in d.items()} for r in range(oracle.rows)]
-            return join([self._solve_with_closure(one, part) for one, part in zip(oracle.split(), parts, strict=True)])
+            return join(
+                [
+                    self._solve_with_closure(one, part)
+                    for one, part in zip(oracle.split(), parts, strict=True)
+                ]
+            )
         return self._solve(oracle, d)
 
     def _solve(self, oracle: Oracle, d: Params) -> Solution:
-        # One optimizer per row, each on views of the stacked tensors: right also for optimizers that are not elementwise.
+        # One optimizer per row, each on views of the stacked tensors: right also for optimizers
+        # that are not elementwise.
         views = [[leaf[row].detach() for leaf in d.values()] for row in range(oracle.rows)]
         optimizers = [self.build(tensors) for tensors in views]
         trace = Trace(oracle)
@@ -118,7 +129,8 @@ class TorchOptimizer:
                 break
             optimizer.step(closure)  # type: ignore[arg-type]
             taken += 1
-        # A line search may have looked at other points last: what is reported must belong to the point that is returned.
+        # A line search may have looked at other points last: what is reported must belong to the
+        # point that is returned.
         trace.record(*oracle.gradient(d, taken - 1, self.batch_size))
         iterations = optimizer.state[views[0]].get("n_iter", taken)
         return trace.solution(d, torch.tensor([iterations], device=views[0].device))
@@ -129,5 +141,7 @@ class TorchOptimizer:
 
     @property
     def _needs_closure(self) -> bool:
-        closure = inspect.signature(type(self.build([torch.zeros(1, 1)])).step).parameters.get("closure")
+        closure = inspect.signature(type(self.build([torch.zeros(1, 1)])).step).parameters.get(
+            "closure"
+        )
         return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,4 +1,6 @@
-"""Episode sources: one file each, the same interface for all (`metanudge.tasks.episodes.Episodes`)."""
+"""Episode sources: one file each, the same interface for all
+(`metanudge.tasks.episodes.Episodes`).
+"""
 
 from metanudge.tasks.episodes import Episodes
 from metanudge.tasks.labelled import Labelled

@@ -11,7 +11,8 @@ from metanudge.tasks.episodes import Episodes, Split
 class Ahead:
     """Batches of a source, each drawn in a thread of its own while the one before is in use.
 
-    Episodes are functions of their number, so what is drawn ahead and then not asked for is simply forgotten.
+    Episodes are functions of their number, so what is drawn ahead and then not asked for is simply
+    forgotten.
 
     Args:
         source: where the tasks come from.
@@ -34,7 +35,11 @@ class Ahead:
     def batch(self, indices: range, *, then: range | None = None) -> TaskBatch:
         """The episodes with these indices; those of `then` are begun with when they are there."""
         known, self._next = self._next, None
-        drawn = known[1].result() if known is not None and known[0] == indices else self._source.batch(indices, self._split)
+        drawn = (
+            known[1].result()
+            if known is not None and known[0] == indices
+            else self._source.batch(indices, self._split)
+        )
         if then is not None:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="metanudge-tasks")

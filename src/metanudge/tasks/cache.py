@@ -1,4 +1,6 @@
-"""Where generated and downloaded data are kept, and how they get there without half-written files."""
+"""Where generated and downloaded data are kept, and how they get there without half-written
+files.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from metanudge.tasks.unpack import read_arrays
 
 
 def cache_folder() -> Path:
-    """The folder for data files: $METANUDGE_CACHE, else $XDG_CACHE_HOME/metanudge, else ~/.cache/metanudge.
+    """The folder for data files: $METANUDGE_CACHE, else $XDG_CACHE_HOME/metanudge, else
+    ~/.cache/metanudge.
 
     It is not created here.
     """
@@ -32,8 +35,9 @@ def cache_folder() -> Path:
 def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write an .npz file that other processes see complete or not at all.
 
-    It is written under a temporary name in the same folder, then renamed, so a killed run leaves no broken file and two
-    runs that write at once both succeed. A cache that cannot be written costs time, not correctness: this warns.
+    It is written under a temporary name in the same folder, then renamed, so a killed run leaves no
+    broken file and two runs that write at once both succeed. A cache that cannot be written costs
+    time, not correctness: this warns.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,8 +56,11 @@ def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
             os.unlink(temporary)
 
 
-def load_arrays(path: Path, expected: Mapping[str, tuple[int | None, ...]], *, limit: int = 1 << 32) -> dict[str, NDArray[Any]] | None:
-    """The arrays of a cached .npz file, or None when it is missing, damaged, of another layout or too large.
+def load_arrays(
+    path: Path, expected: Mapping[str, tuple[int | None, ...]], *, limit: int = 1 << 32
+) -> dict[str, NDArray[Any]] | None:
+    """The arrays of a cached .npz file, or None when it is missing, damaged, of another layout or
+    too large.
 
     Args:
         path: the file.
@@ -64,13 +71,20 @@ def load_arrays(path: Path, expected: Mapping[str, tuple[int | None, ...]], *, l
         with path.open("rb") as file:
             read = read_arrays(file, limit=limit)
         arrays = {name: read[name] for name in expected}
-    except Exception:  # a damaged file fails in a dozen ways, and the answer to each is to make it anew
+    # a damaged file fails in a dozen ways, and the answer to each is to make it anew
+    except Exception:
         return None
-    return arrays if all(_fits(arrays[name].shape, shape) for name, shape in expected.items()) else None
+    return (
+        arrays
+        if all(_fits(arrays[name].shape, shape) for name, shape in expected.items())
+        else None
+    )
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(expected) and all(e in (None, s) for s, e in zip(shape, expected, strict=True))
+    return len(shape) == len(expected) and all(
+        e in (None, s) for s, e in zip(shape, expected, strict=True)
+    )
 
 
 def _warn_not_cached(path: Path, error: OSError) -> None:

@@ -1,4 +1,6 @@
-"""Dividing classes among meta-train, meta-validation and meta-test: by fractions and a seed, or by lists."""
+"""Dividing classes among meta-train, meta-validation and meta-test: by fractions and a seed, or by
+lists.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,13 @@ def split_classes(
 
     Args:
         names: all class names; the result depends on their order, so sort them.
-        splits: three fractions for train, val and test that add up to 1, or split → class names. Classes that no list
-            names are left out.
+        splits: three fractions for train, val and test that add up to 1, or split → class names.
+            Classes that no list names are left out.
         seed: of the shuffle before the fractions are cut; lists ignore it.
 
     Example:
-        >>> {split: len(places) for split, places in split_classes("abcdefghij", (0.6, 0.2, 0.2), seed=0).items()}
+        >>> {split: len(places) for split,
+        ...     places in split_classes("abcdefghij", (0.6, 0.2, 0.2), seed=0).items()}
         {'train': 6, 'val': 2, 'test': 2}
         >>> split_classes(["cat", "dog", "owl"], {"train": ["owl", "cat"]}, seed=0)
         {'train': [0, 2], 'val': [], 'test': []}
@@ -41,8 +44,9 @@ def split_classes(
 def _by_fractions(count: int, fractions: tuple[float, ...], seed: int) -> dict[Split, list[int]]:
     if len(fractions) != len(SPLITS) or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-9:
         raise ValueError(
-            f"splits={fractions} do not divide the classes. Give three fractions for train, val and test that add up "
-            "to 1, such as (0.64, 0.16, 0.2), or lists of classes: {'train': [...], 'val': [...], 'test': [...]}."
+            f"splits={fractions} do not divide the classes. Give three fractions for train, val and"
+            " test that add up to 1, such as (0.64, 0.16, 0.2), or lists of classes: {'train':"
+            " [...], 'val': [...], 'test': [...]}."
         )
     key = episode_keys(root_key(seed, _STREAM), np.array([0]))
     order = choose(key, np.array([count]), count, limit=count)[0]
@@ -51,7 +55,9 @@ def _by_fractions(count: int, fractions: tuple[float, ...], seed: int) -> dict[S
     return {split: sorted(part.tolist()) for split, part in zip(SPLITS, parts, strict=True)}
 
 
-def _by_lists(names: Sequence[str], splits: Mapping[Split, Sequence[object]]) -> dict[Split, list[int]]:
+def _by_lists(
+    names: Sequence[str], splits: Mapping[Split, Sequence[object]]
+) -> dict[Split, list[int]]:
     place = {name: i for i, name in enumerate(names)}
     taken: dict[str, str] = {}
     result: dict[Split, list[int]] = {split: [] for split in SPLITS}
@@ -60,8 +66,9 @@ def _by_lists(names: Sequence[str], splits: Mapping[Split, Sequence[object]]) ->
         for name in map(str, wanted):
             if name not in place:
                 raise ValueError(
-                    f"Split {split!r} lists the class {name!r}, which the data do not have.{near(name, names)} "
-                    f"There are {len(names)} classes: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
+                    f"Split {split!r} lists the class {name!r}, which the data do not"
+                    f" have.{near(name, names)} There are {len(names)} classes:"
+                    f" {', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
                 )
             if name in taken:
                 raise ValueError(

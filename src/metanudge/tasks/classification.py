@@ -1,7 +1,8 @@
-"""`ClassEpisodes`: the base of every classification source. Classes and examples are drawn without replacement.
+"""`ClassEpisodes`: the base of every classification source. Classes and examples are drawn without
+replacement.
 
-One tensor holds all examples on the device, in the compact type they came in; an episode is a set of row numbers, drawn
-with NumPy, and one gather.
+One tensor holds all examples on the device, in the compact type they came in; an episode is a set
+of row numbers, drawn with NumPy, and one gather.
 """
 
 from __future__ import annotations
@@ -57,25 +58,33 @@ class Pool:
         counts = np.bincount(labels, minlength=len(names)).astype(np.int64)
         starts = np.cumsum(counts) - counts
         kept = np.arange(len(names)) if keep is None else np.asarray(keep, dtype=np.int64)
-        return cls(tuple(names[i] for i in kept), sorted_rows.astype(np.int64), starts[kept], counts[kept])
+        return cls(
+            tuple(names[i] for i in kept), sorted_rows.astype(np.int64), starts[kept], counts[kept]
+        )
 
     def members(self) -> NDArray[np.int64]:
         """The row numbers of all its classes, in order."""
-        parts = [self.rows[start : start + count] for start, count in zip(self.starts, self.counts, strict=True)]
+        parts = [
+            self.rows[start : start + count]
+            for start, count in zip(self.starts, self.counts, strict=True)
+        ]
         return np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
 
     def without_small(self, size: int) -> Pool:
         """The pool without the classes that have fewer than `size` examples."""
         kept = np.flatnonzero(self.counts >= size)
-        return Pool(tuple(self.names[i] for i in kept), self.rows, self.starts[kept], self.counts[kept])
+        return Pool(
+            tuple(self.names[i] for i in kept), self.rows, self.starts[kept], self.counts[kept]
+        )
 
 
 class ClassEpisodes(Episodes):
     """N-way K-shot classification tasks from a table of examples.
 
-    Labels are 0…ways−1 in the order in which the classes were drawn, so a class has no fixed label. Support and query
-    are class-major: all examples of label 0, then those of label 1, and so on. No example occurs twice in a task.
-    Images in uint8 come out as floats in [0, 1], floating inputs in `dtype`, other integers (token numbers) unchanged.
+    Labels are 0…ways−1 in the order in which the classes were drawn, so a class has no fixed label.
+    Support and query are class-major: all examples of label 0, then those of label 1, and so on. No
+    example occurs twice in a task. Images in uint8 come out as floats in [0, 1], floating inputs in
+    `dtype`, other integers (token numbers) unchanged.
 
     Args:
         examples: all inputs, shape `(num_examples, *input_shape)`.
@@ -97,9 +106,14 @@ class ClassEpisodes(Episodes):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(ways=ways, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype)
+        super().__init__(
+            ways=ways, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype
+        )
         if self.ways == 1:
-            raise ValueError("ways=1 makes tasks of one class, in which there is nothing to tell apart. Use 2 or more ways.")
+            raise ValueError(
+                "ways=1 makes tasks of one class, in which there is nothing to tell apart. Use 2 or"
+                " more ways."
+            )
         self._examples = examples.to(self.device, dtype if examples.is_floating_point() else None)
         self._pools = dict(pools)
         self._problems = {split: self._problem(split) for split in SPLITS}
@@ -122,13 +136,17 @@ class ClassEpisodes(Episodes):
         check_split(split)
         return self._pools[split].names if split in self._pools else ()
 
-    def episode_classes(self, indices: Iterable[int], split: Split = "train") -> list[tuple[str, ...]]:
-        """For each episode the names of its classes, in the order of their labels; draws no examples.
+    def episode_classes(
+        self, indices: Iterable[int], split: Split = "train"
+    ) -> list[tuple[str, ...]]:
+        """For each episode the names of its classes, in the order of their labels; draws no
+        examples.
 
         Example:
             >>> from metanudge.tasks import Labelled
             >>> animals = ["ant", "ant", "bee", "bee", "cat", "cat"]
-            >>> source = Labelled(torch.arange(6), animals, ways=2, shots=1, queries=1, splits=(1.0, 0.0, 0.0))
+            >>> source = Labelled(torch.arange(6), animals, ways=2, shots=1, queries=1,
+            ...     splits=(1.0, 0.0, 0.0))
             >>> [names] = source.episode_classes([3])
             >>> [animals[int(row)] for row in source.task(3).support[0]] == list(names)
             True
@@ -142,23 +160,25 @@ class ClassEpisodes(Episodes):
         if len(names) < self.ways:
             others = ", ".join(f"{len(self.classes(s))} in {s}" for s in SPLITS)
             return (
-                f"Split {split!r} of this {type(self).__name__} has {len(names)} classes, but ways={self.ways} needs "
-                f"that many different ones in a task (classes: {others}). "
-                "Lower ways, or give this split more classes."
+                f"Split {split!r} of this {type(self).__name__} has {len(names)} classes, but"
+                f" ways={self.ways} needs that many different ones in a task (classes: {others})."
+                " Lower ways, or give this split more classes."
             )
         counts, needed = self._pools[split].counts, self.shots + self.queries
         smallest = int(counts.argmin())
         if counts[smallest] < needed:
             return (
-                f"Class {names[smallest]!r} of split {split!r} has {counts[smallest]} examples, but "
-                f"shots={self.shots} and queries={self.queries} need {needed} different ones of each class "
-                f"({int((counts < needed).sum())} of {len(names)} classes are too small). "
-                "Lower shots or queries, or leave the small classes out."
+                f"Class {names[smallest]!r} of split {split!r} has {counts[smallest]} examples, but"
+                f" shots={self.shots} and queries={self.queries} need {needed} different ones of"
+                f" each class ({int((counts < needed).sum())} of {len(names)} classes are too"
+                " small). Lower shots or queries, or leave the small classes out."
             )
         return None
 
     def _classes(self, keys: Keys, split: Split) -> NDArray[np.int64]:
-        """Which classes of the pool each episode is made of: `(num_tasks, ways)`, in the order of the labels."""
+        """Which classes of the pool each episode is made of: `(num_tasks, ways)`, in the order of
+        the labels.
+        """
         if problem := self._problems[split]:
             raise ValueError(problem)
         size = len(self._pools[split].names)

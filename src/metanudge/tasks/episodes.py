@@ -1,7 +1,7 @@
 """`Episodes`: the base of every task source. An episode is a pure function of (seed, split, index).
 
-So any worker, rank or resumed run sees the same stream of tasks, whatever the batch size, and `source.task(1000)` costs
-no more than `source.task(0)`.
+So any worker, rank or resumed run sees the same stream of tasks, whatever the batch size, and
+`source.task(1000)` costs no more than `source.task(0)`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 class Episodes(ABC):
     """A stream of tasks for each of the splits "train", "val" and "test".
 
-    A source says how tasks are drawn (`_draw`) and what they look like (`kind`, `num_outputs`, `input_shape`); this
-    class numbers them.
+    A source says how tasks are drawn (`_draw`) and what they look like (`kind`, `num_outputs`,
+    `input_shape`); this class numbers them.
 
     Args:
         ways: classes per task (1 for regression).
@@ -47,7 +47,8 @@ class Episodes(ABC):
         4 5 10
         4 5 10
         >>> again = Sinusoid(shots=5, queries=10, seed=0).task(6)
-        >>> torch.equal(tasks[2].support[0], again.support[0])      # the last batch held episodes 4, 5, 6 and 7
+        >>> # the last batch held episodes 4, 5, 6 and 7
+        >>> torch.equal(tasks[2].support[0], again.support[0])
         True
     """
 
@@ -70,9 +71,14 @@ class Episodes(ABC):
         self.shots = check_count("shots", shots, why=why)
         self.queries = check_count("queries", queries, why=why)
         if not _is_integer(seed) or not 0 <= seed < 1 << 64:
-            raise ValueError(f"seed={seed!r} cannot number a stream of tasks. Use an integer from 0 to 2**64 - 1.")
+            raise ValueError(
+                f"seed={seed!r} cannot number a stream of tasks. Use an integer from 0 to 2**64"
+                " - 1."
+            )
         if not dtype.is_floating_point:
-            raise ValueError(f"dtype={dtype} cannot hold the inputs. Use a floating dtype such as torch.float32.")
+            raise ValueError(
+                f"dtype={dtype} cannot hold the inputs. Use a floating dtype such as torch.float32."
+            )
         self.seed = int(seed)
         self.device = torch.device(device)
         self.dtype = dtype
@@ -92,7 +98,9 @@ class Episodes(ABC):
         """Names of the classes that the tasks of a split are drawn from (none for regression)."""
 
     def fingerprint(self) -> str | None:
-        """Hex sha256 of the files that the tasks are drawn from; None where they are generated or have a checksum of their own."""
+        """Hex sha256 of the files that the tasks are drawn from; None where they are generated or
+        have a checksum of their own.
+        """
         return None
 
     @abstractmethod
@@ -116,8 +124,11 @@ class Episodes(ABC):
         """One episode."""
         return self.batch([index], split)[0]
 
-    def batches(self, *, size: int = 16, count: int | None = 600, start: int = 0, split: Split = "train") -> Iterator[TaskBatch]:
-        """Batches number `start`, `start + 1`, …; batch b holds the episodes b·size … b·size + size − 1.
+    def batches(
+        self, *, size: int = 16, count: int | None = 600, start: int = 0, split: Split = "train"
+    ) -> Iterator[TaskBatch]:
+        """Batches number `start`, `start + 1`, …; batch b holds the episodes b·size … b·size + size
+        − 1.
 
         Args:
             size: tasks per batch.
@@ -125,13 +136,19 @@ class Episodes(ABC):
             start: number of the first batch, to resume where a run stopped.
             split: "train", "val" or "test".
         """
-        # Checked here and not in the generator, whose body would run only when the first batch is asked for.
+        # Checked here and not in the generator, whose body would run only when the first batch is
+        # asked for.
         size = check_count("size", size, why="A batch needs at least one task.")
         check_split(split)
         if count is not None and count < 0:
-            raise ValueError(f"count={count} batches cannot be drawn. Use 0 or more, or None for a stream without end.")
+            raise ValueError(
+                f"count={count} batches cannot be drawn. Use 0 or more, or None for a stream"
+                " without end."
+            )
         if start < 0:
-            raise ValueError(f"start={start} is before the first batch. Batches are numbered from 0.")
+            raise ValueError(
+                f"start={start} is before the first batch. Batches are numbered from 0."
+            )
         numbers = count_from(start) if count is None else range(start, start + count)
         return (self.batch(range(b * size, (b + 1) * size), split) for b in numbers)
 
@@ -178,15 +195,19 @@ def _is_integer(value: object) -> bool:
 def check_split(split: str) -> None:
     """Raise `ValueError` for anything but "train", "val" and "test"."""
     if split not in SPLITS:
-        raise ValueError(f"There is no split {split!r}.{near(split, SPLITS)} The splits are {', '.join(SPLITS)}.")
+        raise ValueError(
+            f"There is no split {split!r}.{near(split, SPLITS)} The splits are {', '.join(SPLITS)}."
+        )
 
 
 def _as_indices(indices: Iterable[int]) -> NDArray[np.int64]:
-    values = np.asarray(indices if isinstance(indices, (range, np.ndarray, Tensor)) else list(indices))
+    values = np.asarray(
+        indices if isinstance(indices, (range, np.ndarray, Tensor)) else list(indices)
+    )
     if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iu":
         raise ValueError(
-            f"Episodes are asked for by a non-empty sequence of integers, got shape {values.shape} of {values.dtype}. "
-            "Use source.batch(range(16)), or source.task(3) for a single one."
+            f"Episodes are asked for by a non-empty sequence of integers, got shape {values.shape}"
+            f" of {values.dtype}. Use source.batch(range(16)), or source.task(3) for a single one."
         )
     if int(values.min()) < 0:
         raise ValueError(f"There is no episode {int(values.min())}. Episodes are numbered from 0.")

@@ -16,16 +16,23 @@ from torch import Tensor
 if TYPE_CHECKING:
     from PIL import Image
 
-# What people keep pictures in. Pillow knows forty more formats, and each is another parser that a stranger's file would meet.
+# What people keep pictures in. Pillow knows forty more formats, and each is another parser that a
+# stranger's file would meet.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 
-_GREY, _WITH_ALPHA, _MAY_BE_CLEAR = ("1", "L", "LA"), ("LA", "PA", "RGBA", "RGBa"), ("1", "L", "P", "RGB")
+_GREY, _WITH_ALPHA, _MAY_BE_CLEAR = (
+    ("1", "L", "LA"),
+    ("LA", "PA", "RGBA", "RGBa"),
+    ("1", "L", "P", "RGB"),
+)
 _ORIENTATION = 0x0112  # the EXIF tag; from 5 on the picture lies on its side
 
 
 @contextmanager
 def opened(source: Path | io.BytesIO) -> Iterator[Image.Image]:
-    """A picture of one of `FORMATS`; its pixels are not read yet. One that would unpack to more than 89 million is refused."""
+    """A picture of one of `FORMATS`; its pixels are not read yet. One that would unpack to more
+    than 89 million is refused.
+    """
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -52,7 +59,9 @@ def is_grey(image: Image.Image) -> bool:
 
 
 def as_seen(image: Image.Image) -> Image.Image:
-    """A picture as viewers show it: turned as its EXIF data say, on white where it is transparent, the first one of an animation."""
+    """A picture as viewers show it: turned as its EXIF data say, on white where it is transparent,
+    the first one of an animation.
+    """
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
@@ -61,7 +70,9 @@ def as_seen(image: Image.Image) -> Image.Image:
     return image
 
 
-def image_tensor(image: Image.Image, *, grey: bool | None = None, size: tuple[int, int] | None = None) -> Tensor:
+def image_tensor(
+    image: Image.Image, *, grey: bool | None = None, size: tuple[int, int] | None = None
+) -> Tensor:
     """A Pillow image as uint8 `(1, height, width)` or `(3, height, width)`.
 
     Args:
@@ -76,9 +87,12 @@ def image_tensor(image: Image.Image, *, grey: bool | None = None, size: tuple[in
     """
     if image.mode.startswith(("I", "F")):
         # Pillow clips these to 0…255 without a word, which leaves an almost white picture.
-        raise ValueError(f"its mode {image.mode!r} has more than 8 bits per channel; convert it to 8 bits first")
+        raise ValueError(
+            f"its mode {image.mode!r} has more than 8 bits per channel; convert it to 8 bits first"
+        )
     one_channel = is_grey(image) if grey is None else grey
-    converted = image.convert("L" if one_channel else "RGB")  # before resizing: 1-bit images ignore the filter
+    # before resizing: 1-bit images ignore the filter
+    converted = image.convert("L" if one_channel else "RGB")
     if size is not None:
         from PIL import Image
 

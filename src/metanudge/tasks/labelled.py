@@ -1,4 +1,6 @@
-"""`Labelled`: few-shot tasks from any labelled data, be it arrays, a `Dataset`, a folder of images or a CSV file."""
+"""`Labelled`: few-shot tasks from any labelled data, be it arrays, a `Dataset`, a folder of images
+or a CSV file.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +40,25 @@ class LabelledOptions(TypedDict, total=False):
 class Labelled(ClassEpisodes):
     """Few-shot tasks from inputs and labels; classes may have different numbers of examples.
 
-    The *classes* are divided among the splits, so that validation and test tasks hold classes never trained on.
+    The *classes* are divided among the splits, so that validation and test tasks hold classes never
+    trained on.
 
     Args:
-        x: inputs, shape `(num_examples, ...)`. Floats come out in `dtype`; uint8 is taken for images and comes out
-            in [0, 1]; other integers (token numbers) stay as they are.
+        x: inputs, shape `(num_examples, ...)`. Floats come out in `dtype`; uint8 is taken for
+            images and comes out in [0, 1]; other integers (token numbers) stay as they are.
         y: one label per example: integers or strings.
         ways, shots, queries: classes per task, support and query examples per class.
         seed: of the stream of tasks.
-        splits: fractions of the classes for train, val and test, or lists of classes: `{"train": [...], "test": [...]}`
-            (classes in no list are left out).
-        split_seed: of the division by fractions; apart from `seed`, so that runs with another `seed` train on the same
-            classes.
-        drop_small: leave out the classes with fewer than shots + queries examples, instead of refusing them. This
-            happens after the division, so the splits do not depend on shots and queries.
-        standardise: take each column's mean over the training classes from it and divide it by their standard deviation
-            (`source.standardisation`); one found before may be given. For floating inputs.
+        splits: fractions of the classes for train, val and test, or lists of classes: `{"train":
+            [...], "test": [...]}` (classes in no list are left out).
+        split_seed: of the division by fractions; apart from `seed`, so that runs with another
+            `seed` train on the same classes.
+        drop_small: leave out the classes with fewer than shots + queries examples, instead of
+            refusing them. This happens after the division, so the splits do not depend on shots and
+            queries.
+        standardise: take each column's mean over the training classes from it and divide it by
+            their standard deviation (`source.standardisation`); one found before may be given. For
+            floating inputs.
         device, dtype: of the tensors.
 
     Example:
@@ -84,9 +89,14 @@ class Labelled(ClassEpisodes):
         examples = _as_examples(x)
         labels, names = _as_labels(y)
         if len(examples) != len(labels):
-            raise ValueError(f"x has {len(examples)} examples and y has {len(labels)} labels. Each example needs exactly one label.")
+            raise ValueError(
+                f"x has {len(examples)} examples and y has {len(labels)} labels. Each example needs"
+                " exactly one label."
+            )
         parts = split_classes(names, splits, seed=split_seed)
-        pools = {split: Pool.of(labels, names=names, keep=places) for split, places in parts.items()}
+        pools = {
+            split: Pool.of(labels, names=names, keep=places) for split, places in parts.items()
+        }
         self.standardisation = _standardisation(standardise, examples, pools["train"])
         if self.standardisation is not None:
             examples = self.standardisation.apply(examples)
@@ -94,7 +104,16 @@ class Labelled(ClassEpisodes):
         self._fingerprint: str | None = None
         if drop_small:
             pools = {split: pool.without_small(shots + queries) for split, pool in pools.items()}
-        super().__init__(examples, pools, ways=ways, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype)
+        super().__init__(
+            examples,
+            pools,
+            ways=ways,
+            shots=shots,
+            queries=queries,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+        )
         _check_range(self._examples, examples)
 
     def fingerprint(self) -> str | None:
@@ -113,15 +132,16 @@ class Labelled(ClassEpisodes):
         """From a torch `Dataset` (or anything with length and items) that is read into memory once.
 
         Args:
-            dataset: its items are pairs (input, label), or dicts as HuggingFace data sets have them. Inputs are
-                tensors, arrays, numbers or Pillow images, all of one shape.
-            input_key, label_key: the keys of a dict item (usual names such as "image" and "label" are found without),
-                or the places in a tuple item (0 and 1).
+            dataset: its items are pairs (input, label), or dicts as HuggingFace data sets have
+                them. Inputs are tensors, arrays, numbers or Pillow images, all of one shape.
+            input_key, label_key: the keys of a dict item (usual names such as "image" and "label"
+                are found without), or the places in a tuple item (0 and 1).
             options: see `Labelled`.
 
         Example:
             >>> data = torch.utils.data.TensorDataset(torch.randn(60, 8), torch.arange(60) % 6)
-            >>> Labelled.from_dataset(data, ways=2, queries=3, splits=(0.5, 0.0, 0.5)).classes("train")
+            >>> Labelled.from_dataset(data, ways=2, queries=3,
+            ...     splits=(0.5, 0.0, 0.5)).classes("train")
             ('1', '2', '3')
         """
         return cls(*read_dataset(dataset, input_key=input_key, label_key=label_key), **options)
@@ -135,18 +155,21 @@ class Labelled(ClassEpisodes):
         grey: bool | None = None,
         **options: Unpack[LabelledOptions],
     ) -> Self:
-        """From a folder with one sub-folder per class; the names of the sub-folders are the classes.
+        """From a folder with one sub-folder per class; the names of the sub-folders are the
+        classes.
 
         Args:
             path: the folder. Files beside the sub-folders, and hidden files, are not looked at.
-            image_size: side, or (height, width), that images are resized to; None keeps them. "auto" takes the images' own
-                size where they agree and squares where they do not, the longest side at most 84 pixels.
+            image_size: side, or (height, width), that images are resized to; None keeps them.
+                "auto" takes the images' own size where they agree and squares where they do not,
+                the longest side at most 84 pixels.
             grey: one channel instead of three; None where all images are grey.
             options: see `Labelled`.
 
-        A class folder holds images (PNG, JPEG, BMP, GIF, WebP, TIFF or PPM) or arrays: .npy, .npz with one array, .csv with one
-        vector. Other files are passed over with a warning. Images are turned as their EXIF data say, what is transparent
-        becomes white, and an animation is its first picture. The order of the examples follows the sorted names, not the file system.
+        A class folder holds images (PNG, JPEG, BMP, GIF, WebP, TIFF or PPM) or arrays: .npy, .npz
+        with one array, .csv with one vector. Other files are passed over with a warning. Images are
+        turned as their EXIF data say, what is transparent becomes white, and an animation is its
+        first picture. The order of the examples follows the sorted names, not the file system.
         """
         read = read_folder(path, image_size=image_size, grey=grey)
         source = cls(read.examples, read.labels, **options)
@@ -163,13 +186,15 @@ class Labelled(ClassEpisodes):
         delimiter: str | None = None,
         **options: Unpack[LabelledOptions],
     ) -> Self:
-        """From a CSV file with a header: one row per example, numbers in every column but the label's.
+        """From a CSV file with a header: one row per example, numbers in every column but the
+        label's.
 
         Args:
             path: the file, in UTF-8.
             label: the column that holds the class.
             features: the columns to use as inputs; None takes all but the label.
-            delimiter: what separates the cells; None takes the comma, semicolon, tab or bar that the first line is made with.
+            delimiter: what separates the cells; None takes the comma, semicolon, tab or bar that
+                the first line is made with.
             options: see `Labelled`. The columns are standardised unless standardise=False.
         """
         table = read_csv(path, label=label, features=features, delimiter=delimiter)
@@ -177,26 +202,37 @@ class Labelled(ClassEpisodes):
         source = cls(table.values, table.labels, **options)
         source.columns, source._fingerprint = table.columns, table.fingerprint
         if source.standardisation is not None:
-            source.note = "standardised over the training classes; standardise=false leaves them as they are"
+            source.note = (
+                "standardised over the training classes; standardise=false leaves them as they are"
+            )
         return source
 
 
-def _standardisation(wanted: bool | Standardisation, examples: Tensor, train: Pool) -> Standardisation | None:
+def _standardisation(
+    wanted: bool | Standardisation, examples: Tensor, train: Pool
+) -> Standardisation | None:
     if isinstance(wanted, Standardisation):
         if len(wanted.mean) != examples[0].numel():
-            raise ValueError(f"standardise has the means of {len(wanted.mean)} columns, but x has {examples[0].numel()}. Give others.")
+            raise ValueError(
+                f"standardise has the means of {len(wanted.mean)} columns, but x has"
+                f" {examples[0].numel()}. Give others."
+            )
         return wanted
     if not wanted or not len(train.names):
         return None
     if not examples.is_floating_point():
-        raise ValueError(f"standardise=True needs floating inputs, and x is {examples.dtype}. Convert it, or leave standardise out.")
+        raise ValueError(
+            f"standardise=True needs floating inputs, and x is {examples.dtype}. Convert it, or"
+            " leave standardise out."
+        )
     return Standardisation.of(examples[torch.from_numpy(train.members())].cpu().numpy())
 
 
 def _check_range(stored: Tensor, given: Tensor) -> None:
     if stored.is_floating_point() and not bool(stored.isfinite().all()):
         raise ValueError(
-            f"x holds numbers of up to {float(given.abs().max()):.3g}, which are infinite in {stored.dtype}. Scale them down."
+            f"x holds numbers of up to {float(given.abs().max()):.3g}, which are infinite in"
+            f" {stored.dtype}. Scale them down."
         )
 
 
@@ -207,14 +243,20 @@ def _as_examples(x: Tensor | ArrayLike) -> Tensor:
         array = np.asarray(x)
         if array.dtype.kind not in "biuf":
             raise TypeError(
-                f"x has dtype {array.dtype}; inputs must be numbers, in one array of shape (num_examples, ...). "
-                "Encode text first, and make all inputs the same shape."
+                f"x has dtype {array.dtype}; inputs must be numbers, in one array of shape"
+                " (num_examples, ...). Encode text first, and make all inputs the same shape."
             )
         examples = torch.from_numpy(np.ascontiguousarray(array))
     if examples.is_complex():
-        raise TypeError("x is complex; inputs must be real numbers. Stack real and imaginary part on an axis of their own.")
+        raise TypeError(
+            "x is complex; inputs must be real numbers. Stack real and imaginary part on an axis of"
+            " their own."
+        )
     if examples.ndim == 0 or len(examples) == 0:
-        raise ValueError(f"x has shape {tuple(examples.shape)} and so no examples. Give shape (num_examples, ...).")
+        raise ValueError(
+            f"x has shape {tuple(examples.shape)} and so no examples. Give shape (num_examples,"
+            " ...)."
+        )
     if examples.ndim == 1:
         examples = examples[:, None]  # a model needs a feature axis
     if examples.is_floating_point():
@@ -222,8 +264,8 @@ def _as_examples(x: Tensor | ArrayLike) -> Tensor:
         if not finite.all():
             rows = (~finite).nonzero().flatten().tolist()
             raise ValueError(
-                f"x holds NaN or infinity in {len(rows)} examples, the first is number {rows[0]}. They would spread to "
-                "every parameter; correct these examples or leave them out."
+                f"x holds NaN or infinity in {len(rows)} examples, the first is number {rows[0]}."
+                " They would spread to every parameter; correct these examples or leave them out."
             )
         return examples
     if examples.dtype == torch.bool:
@@ -231,7 +273,9 @@ def _as_examples(x: Tensor | ArrayLike) -> Tensor:
     return examples if examples.dtype == torch.uint8 else examples.long()
 
 
-def _as_labels(y: Tensor | Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+def _as_labels(
+    y: Tensor | Sequence[Any] | NDArray[Any],
+) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Class numbers, and the sorted names they stand for."""
     values = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
     if values.ndim != 1:
@@ -245,8 +289,9 @@ def _as_labels(y: Tensor | Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.int
         values = values.astype(np.int64)
     if values.dtype.kind not in "biuU":
         raise TypeError(
-            f"y has dtype {values.dtype} (first label: {values[:1].tolist()}); labels must be integers or strings, "
-            "none missing. For real-valued targets write a regression source like metanudge.tasks.Sinusoid."
+            f"y has dtype {values.dtype} (first label: {values[:1].tolist()}); labels must be"
+            " integers or strings, none missing. For real-valued targets write a regression source"
+            " like metanudge.tasks.Sinusoid."
         )
     unique, numbers = np.unique(values, return_inverse=True)
     return numbers.astype(np.int64), tuple(str(name) for name in unique.tolist())

@@ -1,6 +1,8 @@
-"""MNIST-1D: 40 numbers per example, ten classes; a data set small enough to meta-train on in a minute.
+"""MNIST-1D: 40 numbers per example, ten classes; a data set small enough to meta-train on in a
+minute.
 
-Greydanus and Kobak (2024), *Scaling down deep learning with MNIST-1D*. Generated on first use, never downloaded.
+Greydanus and Kobak (2024), *Scaling down deep learning with MNIST-1D*. Generated on first use,
+never downloaded.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ _NAMES = tuple(str(digit) for digit in range(NUM_CLASSES))
 class MNIST1D(ClassEpisodes):
     """Few-shot tasks from MNIST-1D: inputs `(n, 40)`, the digits 0…9 as classes.
 
-    All ten classes occur in every split, as in the paper's experiment; what differs is the *examples*. The first 80 %
-    of the data set are its train part and the rest is its test part, as published; the last fifth of the train part is
-    the validation split. With 12,000 examples: 7,680 train, 1,920 val, 2,400 test.
+    All ten classes occur in every split, as in the paper's experiment; what differs is the
+    *examples*. The first 80 % of the data set are its train part and the rest is its test part, as
+    published; the last fifth of the train part is the validation split. With 12,000 examples: 7,680
+    train, 1,920 val, 2,400 test.
 
     Args:
         ways, shots, queries: classes per task, support and query examples per class.
         seed: of the stream of tasks.
-        num_samples: examples in all, a multiple of 10. The paper has 12,000; the published set has 5,000.
+        num_samples: examples in all, a multiple of 10. The paper has 12,000; the published set has
+            5,000.
         data_seed: of the data themselves; 42 is the published one.
-        cache: keep the generated data in the cache folder. Making 12,000 examples takes about 0.3 s.
+        cache: keep the generated data in the cache folder. Making 12,000 examples takes about 0.3
+            s.
         device, dtype: of the tensors.
 
     Example:

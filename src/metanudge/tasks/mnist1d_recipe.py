@@ -1,9 +1,11 @@
-"""How MNIST-1D is made: ten digit-like templates, randomly padded, scaled, shifted, noised and sheared.
+"""How MNIST-1D is made: ten digit-like templates, randomly padded, scaled, shifted, noised and
+sheared.
 
-Greydanus and Kobak (2024), *Scaling down deep learning with MNIST-1D*; with 5,000 examples and seed 42 this gives the
-frozen data set that the authors publish, to rounding error. All random numbers come from one legacy MT19937 stream, in
-which the number of draws per example is itself random (rejection sampling): the draws are therefore made example by
-example, and everything after them on whole arrays.
+Greydanus and Kobak (2024), *Scaling down deep learning with MNIST-1D*; with 5,000 examples and seed
+42 this gives the frozen data set that the authors publish, to rounding error. All random numbers
+come from one legacy MT19937 stream, in which the number of draws per example is itself random
+(rejection sampling): the draws are therefore made example by example, and everything after them on
+whole arrays.
 """
 
 from __future__ import annotations
@@ -75,10 +77,12 @@ def generate(num_samples: int, *, seed: int = 42) -> MNIST1DArrays:
     """
     if num_samples < NUM_CLASSES or num_samples % NUM_CLASSES:
         raise ValueError(
-            f"num_samples={num_samples} cannot be shared out evenly: MNIST-1D has equally many examples of each of "
-            f"its {NUM_CLASSES} classes. Use a multiple of {NUM_CLASSES}, such as 5000 or 12000."
+            f"num_samples={num_samples} cannot be shared out evenly: MNIST-1D has equally many"
+            f" examples of each of its {NUM_CLASSES} classes. Use a multiple of {NUM_CLASSES}, such"
+            " as 5000 or 12000."
         )
-    draws = _draw(num_samples, np.random.RandomState(seed))  # legacy: the published set comes from it
+    # legacy: the published set comes from it
+    draws = _draw(num_samples, np.random.RandomState(seed))
     labels = np.repeat(np.arange(NUM_CLASSES), num_samples // NUM_CLASSES)
     x = _dilated(_normalised_templates()[labels], draws.padding)
     x *= (1 + _SCALE * (draws.scale - 0.5))[:, None]
@@ -102,9 +106,17 @@ def _draw(count: int, stream: np.random.RandomState) -> _Draws:
     for i in range(count):
         uniforms[i, :2] = stream.random_sample(2)
         translation[i] = stream.randint(_MAX_TRANSLATION)
-        noise[i] = stream.standard_normal(2 * _WIDTH)  # 72 + 72 draws: an even number leaves no half pair behind
+        # 72 + 72 draws: an even number leaves no half pair behind
+        noise[i] = stream.standard_normal(2 * _WIDTH)
         uniforms[i, 2] = stream.random_sample()
-    return _Draws(uniforms[:, 0], uniforms[:, 1], translation, noise, uniforms[:, 2], stream.permutation(count))
+    return _Draws(
+        uniforms[:, 0],
+        uniforms[:, 1],
+        translation,
+        noise,
+        uniforms[:, 2],
+        stream.permutation(count),
+    )
 
 
 def _normalised_templates() -> Array:
@@ -136,7 +148,9 @@ def _resampled(x: Array, length: int, new_length: int) -> Array:
 
 
 def _smoothed(x: Array) -> Array:
-    """Gaussian filter along the rows, cut off at four standard deviations, mirrored at the edges."""
+    """Gaussian filter along the rows, cut off at four standard deviations, mirrored at the
+    edges.
+    """
     radius = int(4 * _SMOOTHING + 0.5)
     weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / _SMOOTHING) ** 2)
     weights /= weights.sum()

@@ -21,7 +21,8 @@ DRAWERS = 20
 SIZE = 28
 
 _ORIGINAL_SIZE = (105, 105)
-_MAX_BYTES, _MAX_TOTAL = 1_000_000, 200_000_000  # of one image and of all; the real ones have a few hundred each
+# of one image and of all; the real ones have a few hundred each
+_MAX_BYTES, _MAX_TOTAL = (1_000_000, 200_000_000)
 _ENTRY = re.compile(r"(?:.*/)?(?P<character>[^/]+/character\d+)/[^/.][^/]*\.png")
 
 
@@ -52,7 +53,10 @@ def read_part(path: Path, characters: int) -> OmniglotArrays:
             data = read(entry)
             total += len(data)
             if total > _MAX_TOTAL:
-                raise ValueError(f"{path} was refused: it unpacks to more than {_MAX_TOTAL:,} bytes. Get the original archive.")
+                raise ValueError(
+                    f"{path} was refused: it unpacks to more than {_MAX_TOTAL:,} bytes. Get the"
+                    " original archive."
+                )
             images.append(_shrunk(data, f"{path}: {entry}"))
     return OmniglotArrays(np.stack(images).reshape(len(names), DRAWERS, SIZE, SIZE), tuple(names))
 
@@ -60,14 +64,15 @@ def read_part(path: Path, characters: int) -> OmniglotArrays:
 def _check_complete(path: Path, by_character: Mapping[str, list[str]], characters: int) -> None:
     if len(by_character) != characters:
         raise ValueError(
-            f"{path} holds {len(by_character)} characters, expected {characters} "
-            "(folders Alphabet/characterNN with .png files). It is incomplete or something else; get the original one."
+            f"{path} holds {len(by_character)} characters, expected {characters} (folders"
+            " Alphabet/characterNN with .png files). It is incomplete or something else; get the"
+            " original one."
         )
     for name, entries in by_character.items():
         if len(entries) != DRAWERS:
             raise ValueError(
-                f"{path} holds {len(entries)} images of {name}, expected {DRAWERS}, one per drawer. "
-                "It is incomplete; get the original archive again."
+                f"{path} holds {len(entries)} images of {name}, expected {DRAWERS}, one per drawer."
+                " It is incomplete; get the original archive again."
             )
 
 
@@ -76,31 +81,45 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Callable[[str], bytes]]]:
     """The entries of an archive or folder with a function that reads one."""
     if path.is_dir():
         files = [file for file in path.rglob("*.png") if file.is_file()]
-        yield [file.relative_to(path).as_posix() for file in files], lambda entry: _read_file(path / entry)
+        yield (
+            [file.relative_to(path).as_posix() for file in files],
+            lambda entry: _read_file(path / entry),
+        )
         return
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} is not a readable zip archive ({error}). Delete it and get it again.") from error
+        raise ValueError(
+            f"{path} is not a readable zip archive ({error}). Delete it and get it again."
+        ) from error
     with archive:
         for info in archive.infolist():
             _refuse_unsafe(info, path)
-        yield [info.filename for info in archive.infolist()], lambda entry: _read_entry(archive, entry, path)
+        yield (
+            [info.filename for info in archive.infolist()],
+            lambda entry: _read_entry(archive, entry, path),
+        )
 
 
 def _read_file(file: Path) -> bytes:
     with file.open("rb") as stream:
         data = stream.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise ValueError(f"{file} is more than {_MAX_BYTES:,} bytes long, which no Omniglot image is. Get this file again.")
+        raise ValueError(
+            f"{file} is more than {_MAX_BYTES:,} bytes long, which no Omniglot image is. Get this"
+            " file again."
+        )
     return data
 
 
 def _read_entry(archive: zipfile.ZipFile, entry: str, path: Path) -> bytes:
     try:
         return read_entry(archive, entry, limit=_MAX_BYTES)
-    except Exception as error:  # wrong checksum, broken stream, unknown method, password: each its own exception
-        raise ValueError(f"{path}: {entry} cannot be read ({error}). Delete the archive and get it again.") from error
+    # wrong checksum, broken stream, unknown method, password: each its own exception
+    except Exception as error:
+        raise ValueError(
+            f"{path}: {entry} cannot be read ({error}). Delete the archive and get it again."
+        ) from error
 
 
 def _refuse_unsafe(info: zipfile.ZipInfo, path: Path) -> None:
@@ -116,7 +135,10 @@ def _refuse_unsafe(info: zipfile.ZipInfo, path: Path) -> None:
     elif info.file_size > _MAX_BYTES:
         reason = f"{info.file_size:,} bytes long, which no Omniglot image is"
     if reason:
-        raise ValueError(f"{path} was refused: its entry {info.orig_filename!r} is {reason}. Get the original archive.")
+        raise ValueError(
+            f"{path} was refused: its entry {info.orig_filename!r} is {reason}. Get the original"
+            " archive."
+        )
 
 
 def _shrunk(data: bytes, where: str) -> NDArray[np.uint8]:
@@ -127,8 +149,11 @@ def _shrunk(data: bytes, where: str) -> NDArray[np.uint8]:
         with opened(io.BytesIO(data)) as image:
             if image.size != _ORIGINAL_SIZE:
                 raise ValueError(f"it has {image.width}×{image.height} pixels, not 105×105")
-            # Grey first: Pillow would resize a 1-bit image with nearest neighbour whatever filter is asked for.
+            # Grey first: Pillow would resize a 1-bit image with nearest neighbour whatever filter
+            # is asked for.
             small = image.convert("L").resize((SIZE, SIZE), Image.Resampling.LANCZOS)
     except Exception as error:  # a damaged image fails in many ways inside Pillow
-        raise ValueError(f"{where} is not a readable Omniglot image ({error}). Get this file again.") from error
+        raise ValueError(
+            f"{where} is not a readable Omniglot image ({error}). Get this file again."
+        ) from error
     return 255 - np.asarray(small, dtype=np.uint8)

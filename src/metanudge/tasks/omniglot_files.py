@@ -1,4 +1,6 @@
-"""Finding Omniglot: a local copy, the cache folder or the original archives on the network; all become one array."""
+"""Finding Omniglot: a local copy, the cache folder or the original archives on the network; all
+become one array.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,21 @@ _PROCESSED = "omniglot_28.npz"
 
 
 class DownloadError(RuntimeError):
-    """The archives could not be fetched; the message says from where, why, and how to do without."""
+    """The archives could not be fetched; the message says from where, why, and how to do
+    without.
+    """
 
 
-def load_omniglot(root: str | os.PathLike[str] | None = None, *, download: bool = True) -> OmniglotArrays:
-    """The images, from the first of these places: `root`; $METANUDGE_DATA; the cache folder; the network.
+def load_omniglot(
+    root: str | os.PathLike[str] | None = None, *, download: bool = True
+) -> OmniglotArrays:
+    """The images, from the first of these places: `root`; $METANUDGE_DATA; the cache folder; the
+    network.
 
-    Each is a folder that holds `omniglot_28.npz`, or the two archives `images_background` and `images_evaluation` as
-    .zip or unpacked, directly or in a sub-folder `omniglot`; `root` may also be the .npz file itself. A `root` that is
-    given is the only place looked at. Background characters come first, then evaluation, each in name order.
+    Each is a folder that holds `omniglot_28.npz`, or the two archives `images_background` and
+    `images_evaluation` as .zip or unpacked, directly or in a sub-folder `omniglot`; `root` may also
+    be the .npz file itself. A `root` that is given is the only place looked at. Background
+    characters come first, then evaluation, each in name order.
     """
     home = cache_folder() / "omniglot"
     data = os.environ.get("METANUDGE_DATA")
@@ -53,9 +61,13 @@ def load_omniglot(root: str | os.PathLike[str] | None = None, *, download: bool 
     if root is not None or not download:
         looked = ", ".join(str(folder) for folder in folders)
         raise FileNotFoundError(
-            f"Omniglot was not found in {looked}. A folder must hold {_PROCESSED}, or images_background and "
-            "images_evaluation as .zip files or unpacked folders. "
-            + ("Give another root, or root=None to download it." if root is not None else "Allow download=True.")
+            f"Omniglot was not found in {looked}. A folder must hold {_PROCESSED}, or"
+            " images_background and images_evaluation as .zip files or unpacked folders. "
+            + (
+                "Give another root, or root=None to download it."
+                if root is not None
+                else "Allow download=True."
+            )
         )
     return _from_parts({part: _download(part, home) for part in CHARACTERS})
 
@@ -69,15 +81,17 @@ def _find_parts(folder: Path) -> dict[str, Path] | None:
     if found and len(found) < len(CHARACTERS) and folder != cache_folder() / "omniglot":
         (missing,) = set(CHARACTERS) - set(found)
         raise FileNotFoundError(
-            f"{folder} holds {next(iter(found))} but not {missing}. Omniglot has both parts; put {missing}.zip, or the "
-            f"unpacked folder {missing}, next to it."
+            f"{folder} holds {next(iter(found))} but not {missing}. Omniglot has both parts; put"
+            f" {missing}.zip, or the unpacked folder {missing}, next to it."
         )
     return found if len(found) == len(CHARACTERS) else None
 
 
 def _load(path: Path) -> dict[str, NDArray[Any]] | None:
     total = sum(CHARACTERS.values())
-    return load_arrays(path, {"images": (total, DRAWERS, SIZE, SIZE), "class_names": (total,)}, limit=1 << 27)
+    return load_arrays(
+        path, {"images": (total, DRAWERS, SIZE, SIZE), "class_names": (total,)}, limit=1 << 27
+    )
 
 
 def _from_processed(path: Path) -> OmniglotArrays:
@@ -85,21 +99,27 @@ def _from_processed(path: Path) -> OmniglotArrays:
     if arrays is None or arrays["images"].dtype != np.uint8:
         total = sum(CHARACTERS.values())
         raise ValueError(
-            f"{path} is damaged or is not the processed Omniglot set: it needs `images`, uint8 of shape "
-            f"({total}, {DRAWERS}, {SIZE}, {SIZE}), and `class_names`, {total} strings. "
-            "Delete it or replace it."
+            f"{path} is damaged or is not the processed Omniglot set: it needs `images`, uint8 of"
+            f" shape ({total}, {DRAWERS}, {SIZE}, {SIZE}), and `class_names`, {total} strings."
+            " Delete it or replace it."
         )
     return OmniglotArrays(arrays["images"], tuple(str(name) for name in arrays["class_names"]))
 
 
 def _from_parts(parts: Mapping[str, Path]) -> OmniglotArrays:
-    # The name holds a fingerprint of the source, so another copy never meets the cached result of this one.
-    digest = hashlib.sha256("".join(_fingerprint(path) for path in parts.values()).encode()).hexdigest()
+    # The name holds a fingerprint of the source, so another copy never meets the cached result of
+    # this one.
+    digest = hashlib.sha256(
+        "".join(_fingerprint(path) for path in parts.values()).encode()
+    ).hexdigest()
     cached = cache_folder() / "omniglot" / f"omniglot_28-{digest[:16]}.npz"
     arrays = _load(cached)
     if arrays is None:
         read = [read_part(path, CHARACTERS[part]) for part, path in parts.items()]
-        images, names = np.concatenate([r.images for r in read]), [name for r in read for name in r.names]
+        images, names = (
+            np.concatenate([r.images for r in read]),
+            [name for r in read for name in r.names],
+        )
         arrays = {"images": images, "class_names": np.array(names)}
         save_arrays(cached, arrays)
     return OmniglotArrays(arrays["images"], tuple(str(name) for name in arrays["class_names"]))
@@ -113,7 +133,9 @@ def _fingerprint(path: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*.png")):
         status = file.stat()
-        digest.update(f"{file.relative_to(path).as_posix()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        digest.update(
+            f"{file.relative_to(path).as_posix()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode()
+        )
     return digest.hexdigest()
 
 
@@ -122,10 +144,14 @@ def _download(part: str, folder: Path) -> Path:
 
     url = f"{_URL}{part}.zip"
     try:
-        path = pooch.retrieve(url, known_hash=f"sha256:{_SHA256[part]}", fname=f"{part}.zip", path=folder)
-    except Exception as error:  # requests, sockets, TLS, checksums: pooch passes on whatever went wrong
+        path = pooch.retrieve(
+            url, known_hash=f"sha256:{_SHA256[part]}", fname=f"{part}.zip", path=folder
+        )
+    # requests, sockets, TLS, checksums: pooch passes on whatever went wrong
+    except Exception as error:
         raise DownloadError(
-            f"Could not download {url} to {folder} ({error}). Without a network, put images_background.zip and "
-            "images_evaluation.zip into a folder and give it as root, or set METANUDGE_DATA to it."
+            f"Could not download {url} to {folder} ({error}). Without a network, put"
+            " images_background.zip and images_evaluation.zip into a folder and give it as root,"
+            " or set METANUDGE_DATA to it."
         ) from error
     return Path(path)

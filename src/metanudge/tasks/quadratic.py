@@ -1,5 +1,5 @@
-"""Quadratic tasks, whose inner solution and meta-gradient are known in closed form (the paper, appendix, § Quadratic
-objective experiment).
+"""Quadratic tasks, whose inner solution and meta-gradient are known in closed form (the paper,
+appendix, § Quadratic objective experiment).
 
 f_i(θ) = f̂_i(θ) = ½ θᵀA_iθ + θᵀb_i with random symmetric positive definite A_i.
 """
@@ -34,17 +34,20 @@ class QuadraticModel(nn.Module):
 
 
 class Quadratic(Episodes):
-    """Quadratic objectives of a given condition number; support and query are the same batch `(A, b)`.
+    """Quadratic objectives of a given condition number; support and query are the same batch `(A,
+    b)`.
 
-    A_i = QᵀΛQ with a random orthogonal Q. The extreme eigenvalues are exactly 1 and 1/condition, the others are
-    log-uniform between them; b_i ~ N(0, spread²·I). A batch is the pair A `(1, dim, dim)`, b `(1, dim)`: one example,
-    which is the whole objective. Train with `loss=source.loss` on `source.model()`.
+    A_i = QᵀΛQ with a random orthogonal Q. The extreme eigenvalues are exactly 1 and 1/condition,
+    the others are log-uniform between them; b_i ~ N(0, spread²·I). A batch is the pair A `(1, dim,
+    dim)`, b `(1, dim)`: one example, which is the whole objective. Train with `loss=source.loss` on
+    `source.model()`.
 
     Args:
         dim: number of parameters.
         condition: largest over smallest eigenvalue of every A_i, at least 1.
         seed: of the stream of tasks.
-        spread: standard deviation of the entries of b_i; how far apart the solutions of the tasks lie.
+        spread: standard deviation of the entries of b_i; how far apart the solutions of the tasks
+            lie.
         device, dtype: of the tensors.
 
     Example:
@@ -52,7 +55,8 @@ class Quadratic(Episodes):
         >>> task, model = source.task(0), source.model()
         >>> phi = source.solution(task, model.theta, lam=2.0)
         >>> A, b = (t[0] for t in task.support)
-        >>> bool((A @ phi + b + 2.0 * (phi - model.theta)).norm() < 1e-12)      # the inner gradient vanishes
+        >>> # the inner gradient vanishes
+        >>> bool((A @ phi + b + 2.0 * (phi - model.theta)).norm() < 1e-12)
         True
     """
 
@@ -72,11 +76,14 @@ class Quadratic(Episodes):
         dim = check_count("dim", dim, why="A quadratic needs at least one parameter.")
         if not 1 <= condition < np.inf or (dim == 1 and condition != 1):
             raise ValueError(
-                f"condition={condition} is not a condition number of a {dim}×{dim} matrix: it is the ratio of the "
-                "largest to the smallest eigenvalue. Use 1 or more, and exactly 1 when dim=1."
+                f"condition={condition} is not a condition number of a {dim}×{dim} matrix: it is"
+                " the ratio of the largest to the smallest eigenvalue. Use 1 or more, and exactly"
+                " 1 when dim=1."
             )
         if not 0 <= spread < np.inf:
-            raise ValueError(f"spread={spread} is not a standard deviation. Use 0 or a positive number.")
+            raise ValueError(
+                f"spread={spread} is not a standard deviation. Use 0 or a positive number."
+            )
         self.dim = dim
         self.condition = float(condition)
         self.spread = float(spread)
@@ -120,7 +127,9 @@ class Quadratic(Episodes):
         """
         (A_hat, b_hat), (A, b) = _objective(task.support), _objective(task.query)
         theta, stiffness = _prior(theta, lam)
-        phi: Tensor = torch.linalg.solve(A_hat + nu * A + torch.diag(stiffness), stiffness * theta - b_hat - nu * b)
+        phi: Tensor = torch.linalg.solve(
+            A_hat + nu * A + torch.diag(stiffness), stiffness * theta - b_hat - nu * b
+        )
         return phi
 
     @staticmethod
@@ -138,14 +147,17 @@ class Quadratic(Episodes):
         (A_hat, _), (A, b) = _objective(task.support), _objective(task.query)
         phi = Quadratic.solution(task, theta, lam)
         _, stiffness = _prior(theta, lam)
-        gradient: Tensor = stiffness * torch.linalg.solve(A_hat + torch.diag(stiffness), A @ phi + b)
+        gradient: Tensor = stiffness * torch.linalg.solve(
+            A_hat + torch.diag(stiffness), A @ phi + b
+        )
         return gradient
 
     def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
         tasks, dim = len(keys), self.dim
         gaussian = normal(fork(keys, np.array([0])), dim * dim).reshape(tasks, dim, dim)
         rotation, triangle = np.linalg.qr(gaussian)
-        # With the diagonal of R made positive, Q is uniform over the orthogonal matrices (Mezzadri 2007).
+        # With the diagonal of R made positive, Q is uniform over the orthogonal matrices (Mezzadri
+        # 2007).
         rotation *= np.sign(np.diagonal(triangle, axis1=1, axis2=2))[:, None, :]
         exponents = uniform(fork(keys, np.array([1])), dim)
         exponents[:, 0] = 0.0

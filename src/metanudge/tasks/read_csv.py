@@ -33,8 +33,10 @@ class Table:
     Attributes:
         columns: the names of the columns with numbers.
         values: `(rows, columns)`.
-        labels: the label of every row; empty strings where the file has no labels and need not have any.
-        fingerprint: hex sha256 of the file's bytes and of what was read out of them: label, columns, delimiter.
+        labels: the label of every row; empty strings where the file has no labels and need not have
+            any.
+        fingerprint: hex sha256 of the file's bytes and of what was read out of them: label,
+            columns, delimiter.
     """
 
     columns: tuple[str, ...]
@@ -68,7 +70,8 @@ def read_csv(
         return _parse(file, data, label, features, delimiter, labelled)
     except (UnicodeError, csv.Error) as error:
         raise ValueError(
-            f"{shown(file)} is not a readable CSV file in UTF-8 ({error}). Save it as one, and close every quote that is opened."
+            f"{shown(file)} is not a readable CSV file in UTF-8 ({error}). Save it as one, and"
+            " close every quote that is opened."
         ) from error
 
 
@@ -78,15 +81,29 @@ def read_header(path: str | os.PathLike[str], *, label: str, delimiter: str | No
     return next(_records(data, delimiter or _delimiter(data, [label])), [])
 
 
-def _parse(file: Path, data: bytes, label: str, features: Sequence[str] | None, delimiter: str | None, labelled: bool) -> Table:
-    delimiter = _SPELLED.get(delimiter, delimiter) if delimiter else _delimiter(data, [label, *(features or ())])
+def _parse(
+    file: Path,
+    data: bytes,
+    label: str,
+    features: Sequence[str] | None,
+    delimiter: str | None,
+    labelled: bool,
+) -> Table:
+    delimiter = (
+        _SPELLED.get(delimiter, delimiter)
+        if delimiter
+        else _delimiter(data, [label, *(features or ())])
+    )
     records = _records(data, delimiter)
     columns: list[str] = next(records, [])
     place = {name: number for number, name in enumerate(columns)}
     _check_header(file, columns, [*([label] if labelled else []), *(features or ())])
     wanted = [name for name in columns if name != label] if features is None else list(features)
     if not wanted:
-        raise ValueError(f"{shown(file)} has no column besides the label {label!r}. The other columns are the inputs.")
+        raise ValueError(
+            f"{shown(file)} has no column besides the label {label!r}. The other columns are the"
+            " inputs."
+        )
     places, label_place = [place[name] for name in wanted], place.get(label)
     values, labels = array("d"), []
     for row in records:
@@ -101,22 +118,38 @@ def _parse(file: Path, data: bytes, label: str, features: Sequence[str] | None, 
         values.extend(_numbers(row, places, columns, where))
         labels.append("" if label_place is None else row[label_place])
         if labelled and not labels[-1].strip():
-            raise ValueError(f"{where}: the label (column {label!r}) is empty. Name the row's class, or leave the row out.")
+            raise ValueError(
+                f"{where}: the label (column {label!r}) is empty. Name the row's class, or leave"
+                " the row out."
+            )
     if not labels:
         raise ValueError(f"{shown(file)} holds a header and no rows. Each row is one example.")
     digest = hashlib.sha256(json.dumps([label, wanted, delimiter]).encode() + b"\n")
     digest.update(data)
-    return Table(tuple(wanted), np.frombuffer(values).reshape(len(labels), len(wanted)), labels, digest.hexdigest())
+    return Table(
+        tuple(wanted),
+        np.frombuffer(values).reshape(len(labels), len(wanted)),
+        labels,
+        digest.hexdigest(),
+    )
 
 
 def _records(data: bytes, delimiter: str) -> Any:
     """A `csv.reader` over the bytes of a file."""
-    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    return csv.reader(io.TextIOWrapper(io.BytesIO(data), encoding=encoding, newline=""), delimiter=delimiter, strict=True)
+    encoding = (
+        "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    )
+    return csv.reader(
+        io.TextIOWrapper(io.BytesIO(data), encoding=encoding, newline=""),
+        delimiter=delimiter,
+        strict=True,
+    )
 
 
 def _delimiter(data: bytes, names: Sequence[str]) -> str:
-    """The delimiter with which the first line holds the most of these columns, then the most columns."""
+    """The delimiter with which the first line holds the most of these columns, then the most
+    columns.
+    """
 
     def found(delimiter: str) -> tuple[int, int]:
         try:
@@ -132,16 +165,20 @@ def _check_header(file: Path, columns: Sequence[str], needed: Sequence[str]) -> 
     there = set(columns)
     if len(there) < len(columns):
         twice = next(name for name, count in Counter(columns).items() if count > 1)
-        raise ValueError(f"{shown(file)} has two columns named {twice!r}. Name each column differently.")
+        raise ValueError(
+            f"{shown(file)} has two columns named {twice!r}. Name each column differently."
+        )
     for name in needed:
         if name not in there:
             raise ValueError(
-                f"{shown(file)} has no column {name!r}.{near(name, columns)} Its columns are: {some(columns, 20) or 'none'}. "
-                "Name them with label= and features=[...]."
+                f"{shown(file)} has no column {name!r}.{near(name, columns)} Its columns are:"
+                f" {some(columns, 20) or 'none'}. Name them with label= and features=[...]."
             )
 
 
-def _numbers(row: Sequence[str], places: Sequence[int], columns: Sequence[str], where: str) -> list[float]:
+def _numbers(
+    row: Sequence[str], places: Sequence[int], columns: Sequence[str], where: str
+) -> list[float]:
     try:
         numbers = [float(row[place]) for place in places]
         if math.isfinite(sum(numbers)):
@@ -157,9 +194,13 @@ def _number(cell: str, where: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        comma = " If its comma is a decimal point, write a point." if re.fullmatch(r"\s*[-+]?[\d.]*,\d+\s*", cell) else ""
+        comma = (
+            " If its comma is a decimal point, write a point."
+            if re.fullmatch(r"\s*[-+]?[\d.]*,\d+\s*", cell)
+            else ""
+        )
         raise ValueError(
-            f"{where}: {cell[:40]!r} is not a finite number.{comma} Inputs must be numeric: correct the cell, leave the row out, or "
-            "choose the columns with features=[...]."
+            f"{where}: {cell[:40]!r} is not a finite number.{comma} Inputs must be numeric: correct"
+            " the cell, leave the row out, or choose the columns with features=[...]."
         )
     return value

@@ -15,14 +15,30 @@ from metanudge.tasks.images import FORMATS, as_seen, image_tensor, opened
 from metanudge.tasks.unpack import read_arrays
 
 ARRAYS = (".npy", ".npz", ".csv")
-KINDS = f"images ({', '.join(FORMATS)}), .npy, .npz with one array, and .csv with one vector of numbers"
+KINDS = (
+    f"images ({', '.join(FORMATS)}), .npy, .npz with one array, and .csv with one vector of numbers"
+)
 
-_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
+_PICTURES = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".bmp",
+    ".gif",
+    ".webp",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+)
 _LARGEST = 1 << 30  # bytes that the array of one example may unpack to
 
 
 def is_example(file: Path) -> bool:
-    """Whether a file is meant as an example: its name says so, or it holds a picture. What is not may be passed over."""
+    """Whether a file is meant as an example: its name says so, or it holds a picture. What is not
+    may be passed over.
+    """
     if file.suffix.lower() in (*ARRAYS, *_PICTURES):
         return True
     from PIL import UnidentifiedImageError
@@ -37,7 +53,8 @@ def is_example(file: Path) -> bool:
 
 
 def read_file(file: Path, *, size: tuple[int, int] | None, grey: bool) -> Tensor:
-    """One example: an image as uint8 `(channels, height, width)`, or the array of numbers that the file holds.
+    """One example: an image as uint8 `(channels, height, width)`, or the array of numbers that the
+    file holds.
 
     Args:
         file: an image, .npy, .npz with one array, or .csv with one vector of numbers.
@@ -51,7 +68,9 @@ def read_file(file: Path, *, size: tuple[int, int] | None, grey: bool) -> Tensor
 
 
 def read_bytes(file: Path) -> bytes:
-    """What a file holds; `ValueError` names what cannot be read, and pipes and devices, which might never end."""
+    """What a file holds; `ValueError` names what cannot be read, and pipes and devices, which might
+    never end.
+    """
     try:
         if not file.is_file():
             raise ValueError("a broken link, a FIFO or a device")
@@ -68,15 +87,19 @@ def parse(file: Path, data: bytes, *, size: tuple[int, int] | None, grey: bool) 
             return _checked(reader(data))
         with opened(io.BytesIO(data)) as image:
             return image_tensor(as_seen(image), grey=grey, size=size)
-    except Exception as error:  # Pillow and NumPy raise a dozen kinds for broken files; all mean the same to the user
+    # Pillow and NumPy raise a dozen kinds for broken files; all mean the same to the user
+    except Exception as error:
         raise unreadable(file, error) from error
 
 
 def unreadable(file: Path, error: Exception) -> ValueError:
     """The error that names a file and what is wrong with it."""
-    why = (error.strerror if isinstance(error, OSError) else None) or re.sub(r"<_io.BytesIO object at \w+>", "it", str(error))
+    why = (error.strerror if isinstance(error, OSError) else None) or re.sub(
+        r"<_io.BytesIO object at \w+>", "it", str(error)
+    )
     return ValueError(
-        f"{shown(file)} cannot be read as an example ({shown(why)}). Class folders may hold {KINDS}; move other files away."
+        f"{shown(file)} cannot be read as an example ({shown(why)}). Class folders may hold"
+        f" {KINDS}; move other files away."
     )
 
 
@@ -104,4 +127,6 @@ def _checked(array: np.ndarray) -> Tensor:
         raise ValueError(f"its values are of type {array.dtype}, not numbers")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ValueError("it holds NaN or infinity")
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape))
+    return torch.from_numpy(
+        np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
+    )

@@ -18,7 +18,9 @@ from metanudge.tasks.images import is_grey, opened, upright_size
 from metanudge.tasks.read_file import ARRAYS, KINDS, is_example, parse, read_bytes, unreadable
 
 ImageSize = int | tuple[int, int] | Literal["auto"] | None
-LARGEST = 84  # the longest side of pictures whose size was left to us; what the few-shot literature takes for photographs
+# the longest side of pictures whose size was left to us; what the few-shot literature takes for
+# photographs
+LARGEST = 84
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Folder:
     note: str
 
 
-def read_folder(path: str | os.PathLike[str], *, image_size: ImageSize = "auto", grey: bool | None = None) -> Folder:
+def read_folder(
+    path: str | os.PathLike[str], *, image_size: ImageSize = "auto", grey: bool | None = None
+) -> Folder:
     """All examples of a folder; see `Labelled.from_folder` for what the files may be."""
     root = Path(path)
     files = _example_files(root)
@@ -58,15 +62,20 @@ def read_folder(path: str | os.PathLike[str], *, image_size: ImageSize = "auto",
         example = parse(file, data, size=size, grey=grey)
         if examples and example.shape != examples[0].shape:
             raise ValueError(
-                f"{shown(file)} has shape {tuple(example.shape)}, but {shown(files[0])} has {tuple(examples[0].shape)}. All "
-                "examples must have the same shape; images are made so with image_size=."
+                f"{shown(file)} has shape {tuple(example.shape)}, but {shown(files[0])} has"
+                f" {tuple(examples[0].shape)}. All examples must have the same shape; images are"
+                " made so with image_size=."
             )
         examples.append(example)
-    return Folder(torch.stack(examples), [file.parent.name for file in files], digest.hexdigest(), note)
+    return Folder(
+        torch.stack(examples), [file.parent.name for file in files], digest.hexdigest(), note
+    )
 
 
 def is_visible(name: str) -> bool:
-    """Whether a file or folder is the user's own: not hidden, and not what macOS adds to archives."""
+    """Whether a file or folder is the user's own: not hidden, and not what macOS adds to
+    archives.
+    """
     return not name.startswith(".") and name != "__MACOSX"
 
 
@@ -75,32 +84,54 @@ def examples_among(files: Sequence[Path], root: Path) -> list[Path]:
     kept = [file for file in files if is_example(file)]
     if len(kept) < len(files):
         others = [file.relative_to(root).as_posix() for file in sorted(set(files) - set(kept))]
-        warnings.warn(f"{shown(root)}: passed over what is no example: {some(others, 3)}. Examples are {KINDS}.", stacklevel=2)
+        warnings.warn(
+            f"{shown(root)}: passed over what is no example: {some(others, 3)}. Examples are"
+            f" {KINDS}.",
+            stacklevel=2,
+        )
     return kept
 
 
 def _example_files(root: Path) -> list[Path]:
     if not root.is_dir():
-        raise FileNotFoundError(f"{shown(root)} is not a folder. Give the folder that holds one sub-folder per class.")
+        raise FileNotFoundError(
+            f"{shown(root)} is not a folder. Give the folder that holds one sub-folder per class."
+        )
     folders = sorted(p for p in root.iterdir() if is_visible(p.name) and p.is_dir())
     if not folders:
-        raise ValueError(f"{shown(root)} holds no sub-folders. Put the examples of each class into a sub-folder of its own.")
+        raise ValueError(
+            f"{shown(root)} holds no sub-folders. Put the examples of each class into a sub-folder"
+            " of its own."
+        )
     found: list[Path] = []
     for folder in folders:
         if shown(folder.name) != folder.name:
-            raise ValueError(f"The class folder {shown(folder)} has a name that cannot be shown. Rename it: the name is the class's.")
+            raise ValueError(
+                f"The class folder {shown(folder)} has a name that cannot be shown. Rename it: the"
+                " name is the class's."
+            )
         files = sorted(p for p in folder.iterdir() if is_visible(p.name))
         if not files:
-            raise ValueError(f"The class folder {folder} is empty. Put examples into it or remove it.")
+            raise ValueError(
+                f"The class folder {folder} is empty. Put examples into it or remove it."
+            )
         for file in files:
             if file.is_dir():
-                raise ValueError(f"{shown(file)} is a folder inside a class folder. Give a folder with exactly one level of classes.")
+                raise ValueError(
+                    f"{shown(file)} is a folder inside a class folder. Give a folder with exactly"
+                    " one level of classes."
+                )
             if not file.is_file():
-                raise ValueError(f"{shown(file)} is a broken link, a FIFO or a device. Move it away.")
+                raise ValueError(
+                    f"{shown(file)} is a broken link, a FIFO or a device. Move it away."
+                )
         found += files
     kept = examples_among(found, root)
     if without := sorted({file.parent for file in found} - {file.parent for file in kept}):
-        raise ValueError(f"The class folder {without[0]} holds no examples. Examples are {KINDS}; convert its files or remove it.")
+        raise ValueError(
+            f"The class folder {without[0]} holds no examples. Examples are {KINDS}; convert its"
+            " files or remove it."
+        )
     return kept
 
 
@@ -118,13 +149,21 @@ def _look(pictures: Sequence[Path]) -> tuple[set[tuple[int, int]], bool]:
 
 
 def _common_size(sizes: set[tuple[int, int]]) -> tuple[tuple[int, int] | None, str]:
-    """The pictures' own size where they agree, else a square, the longest side at most `LARGEST`; and what to say about it."""
+    """The pictures' own size where they agree, else a square, the longest side at most `LARGEST`;
+    and what to say about it.
+    """
     if not sizes:
         return None, ""
     longest = max(max(size) for size in sizes)
     if len(sizes) > 1:
         side = min(longest, LARGEST)
-        return (side, side), f"made square from {len(sizes)} different sizes of up to {longest} pixels; image_size= sets another size"
+        return (
+            (side, side),
+            (
+                f"made square from {len(sizes)} different sizes of up to {longest} pixels;"
+                " image_size= sets another size"
+            ),
+        )
     ((height, width),) = sizes
     if longest <= LARGEST:
         return (height, width), ""

@@ -1,4 +1,6 @@
-"""Sinusoid regression: every task is a sine wave of its own amplitude and phase (Finn, Abbeel, Levine 2017, §5.1)."""
+"""Sinusoid regression: every task is a sine wave of its own amplitude and phase (Finn, Abbeel,
+Levine 2017, §5.1).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from metanudge.tasks.episodes import Episodes, Split, check_split
 class Sinusoid(Episodes):
     """Regression tasks y = a·sin(x − p) with a ~ U[0.1, 5], p ~ U[0, π] and x ~ U[−5, 5].
 
-    Inputs and targets have shape `(n, 1)`. The splits are streams of their own from the same distribution.
+    Inputs and targets have shape `(n, 1)`. The splits are streams of their own from the same
+    distribution.
 
     Args:
         shots, queries: support and query points per task.
@@ -48,12 +51,19 @@ class Sinusoid(Episodes):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(ways=1, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype)
+        super().__init__(
+            ways=1, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype
+        )
         if not 0 <= noise < np.inf:
-            raise ValueError(f"noise={noise} is not a standard deviation. Use 0 for none, or a positive number.")
+            raise ValueError(
+                f"noise={noise} is not a standard deviation. Use 0 for none, or a positive number."
+            )
         for name, (low, high) in (("amplitude", amplitude), ("phase", phase), ("domain", domain)):
             if not -np.inf < low <= high < np.inf:
-                raise ValueError(f"{name}=({low}, {high}) is not a range. Give two finite numbers, smaller first.")
+                raise ValueError(
+                    f"{name}=({low}, {high}) is not a range. Give two finite numbers, smaller"
+                    " first."
+                )
         self.noise = noise
         self.amplitude = amplitude
         self.phase = phase
@@ -83,7 +93,10 @@ class Sinusoid(Episodes):
         if self.noise:
             y += self.noise * normal(fork(keys, np.array([1])), points)
         inputs, targets = self._tensor(x), self._tensor(y)
-        return (inputs[:, : self.shots], targets[:, : self.shots]), (inputs[:, self.shots :], targets[:, self.shots :])
+        return (inputs[:, : self.shots], targets[:, : self.shots]), (
+            inputs[:, self.shots :],
+            targets[:, self.shots :],
+        )
 
     def _tensor(self, values: NDArray[np.float64]) -> Tensor:
         return torch.from_numpy(values)[..., None].to(self.dtype).to(self.device)

@@ -24,7 +24,9 @@ def read_entry(archive: zipfile.ZipFile, name: str, *, limit: int) -> bytes:
 
 
 def read_arrays(file: IO[bytes], *, limit: int) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz file; `ValueError` where they unpack to more than `limit` bytes in all."""
+    """The arrays of an .npz file; `ValueError` where they unpack to more than `limit` bytes in
+    all.
+    """
     arrays: dict[str, NDArray[Any]] = {}
     with zipfile.ZipFile(file) as archive:
         for name in archive.namelist():

@@ -1,1 +1,3 @@
-"""For tests and measurements of meta-learning code: small problems, imprecise solvers, curvature, live memory."""
+"""For tests and measurements of meta-learning code: small problems, imprecise solvers, curvature,
+live memory.
+"""

@@ -18,7 +18,10 @@ def curvature(learner: MetaLearner, tasks: TaskBatch) -> float:
 
 def _largest_curvature(inner: Inner) -> float:
     theta, generator = inner.zeros(inner.tasks), torch.Generator().manual_seed(0)
-    v = {n: torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator).to(leaf.device) for n, leaf in theta.items()}
+    v = {
+        n: torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator).to(leaf.device)
+        for n, leaf in theta.items()
+    }
     for _ in range(30):
         size = norm(v)
         v = {n: leaf / per_row(size, leaf) for n, leaf in v.items()}

@@ -15,7 +15,8 @@ EXACTLY = NewtonCG(steps=30, cg_steps=60, tol=1e-13)
 
 @dataclass(frozen=True)
 class OffBy:
-    """Solves, then moves every solution by δ in a random direction: another one for every row and every solve.
+    """Solves, then moves every solution by δ in a random direction: another one for every row and
+    every solve.
 
     Args:
         delta: δ, how far.
@@ -39,7 +40,10 @@ class OffBy:
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Solve from `start` and move the result."""
         solution = self.solver.solve(oracle, start)
-        noise = {n: torch.randn(d.shape, generator=self.generator, dtype=d.dtype).to(d.device) for n, d in solution.displacement.items()}
+        noise = {
+            n: torch.randn(d.shape, generator=self.generator, dtype=d.dtype).to(d.device)
+            for n, d in solution.displacement.items()
+        }
         norms = torch.cat([leaf.flatten(1) for leaf in noise.values()], 1).norm(dim=1)
         for name, d in solution.displacement.items():
             d.add_(noise[name] * (self.delta / norms).view(-1, *[1] * (d.ndim - 1)))

@@ -1,13 +1,15 @@
 """Live tensor memory during a call.
 
-On a GPU the allocator tells. On a CPU it is counted on allocations: every storage an operator returns, until it is freed.
+On a GPU the allocator tells. On a CPU it is counted on allocations: every storage an operator
+returns, until it is freed.
 
     with Allocations() as seen:
         model(x).sum().backward()
     seen.peak  # bytes
 
-Only what is allocated inside counts: parameters and data that exist before are the same for every method. What a kernel
-allocates for itself and frees before it returns (the workspace of a convolution) is not seen.
+Only what is allocated inside counts: parameters and data that exist before are the same for every
+method. What a kernel allocates for itself and frees before it returns (the workspace of a
+convolution) is not seen.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def peak_memory(work: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that a call holds at a time, beyond what was there before it; on the device where it works."""
+    """The most bytes that a call holds at a time, beyond what was there before it; on the device
+    where it works.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -36,7 +40,9 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int:
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes held now (`live`) and at most (`peak`) by storages that came to life inside the context."""
+    """Bytes held now (`live`) and at most (`peak`) by storages that came to life inside the
+    context.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +56,8 @@ class Allocations(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             storage = tensor.untyped_storage()
-            # A view or an in-place operator returns the storage of an argument, which may be older than the context.
+            # A view or an in-place operator returns the storage of an argument, which may be older
+            # than the context.
             if storage._cdata not in given:
                 self._track(storage)
         return result
@@ -62,7 +69,8 @@ class Allocations(TorchDispatchMode):
         self._sizes[key] = storage.nbytes()
         self.live += storage.nbytes()
         self.peak = max(self.peak, self.live)
-        # torch keeps one Python object per storage for as long as the storage lives, so the finalizer runs when it is freed.
+        # torch keeps one Python object per storage for as long as the storage lives, so the
+        # finalizer runs when it is freed.
         weakref.finalize(storage, self._free, key).atexit = False
 
     def _free(self, key: int) -> None:

@@ -3,7 +3,8 @@
     model, loss, tasks = logistic_regression(seed=1)
     learner = mn.MetaLearner(model, loss, lam=2.0, ...)
 
-Models are in training mode; inputs are standard normal; classification targets follow a random teacher of each task.
+Models are in training mode; inputs are standard normal; classification targets follow a random
+teacher of each task.
 """
 
 from __future__ import annotations
@@ -27,11 +28,21 @@ class Setup(NamedTuple):
 
 
 def logistic_regression(
-    *, features: int = 4, classes: int = 3, tasks: int = 3, support: int = 12, query: int = 15, seed: int = 0
+    *,
+    features: int = 4,
+    classes: int = 3,
+    tasks: int = 3,
+    support: int = 12,
+    query: int = 15,
+    seed: int = 0,
 ) -> Setup:
     """Linear softmax classification: convex and smooth."""
     model = seeded(seed, lambda: nn.Linear(features, classes))
-    return Setup(model, F.cross_entropy, classification_tasks((features,), classes, tasks, support, query, seed))
+    return Setup(
+        model,
+        F.cross_entropy,
+        classification_tasks((features,), classes, tasks, support, query, seed),
+    )
 
 
 def mlp(
@@ -56,10 +67,16 @@ def mlp(
             nn.Linear(hidden, classes),
         ),
     )
-    return Setup(model, F.cross_entropy, classification_tasks((features,), classes, tasks, support, query, seed))
+    return Setup(
+        model,
+        F.cross_entropy,
+        classification_tasks((features,), classes, tasks, support, query, seed),
+    )
 
 
-def classification_tasks(shape: tuple[int, ...], classes: int, tasks: int, support: int, query: int, seed: int) -> TaskBatch:
+def classification_tasks(
+    shape: tuple[int, ...], classes: int, tasks: int, support: int, query: int, seed: int
+) -> TaskBatch:
     """Normal inputs of a shape, labelled by a noisy linear teacher of each task."""
     generator = torch.Generator().manual_seed(1000 + seed)
 
@@ -69,11 +86,15 @@ def classification_tasks(shape: tuple[int, ...], classes: int, tasks: int, suppo
     x = draw(tasks, support + query, *shape)
     teachers = draw(tasks, x[0, 0].numel(), classes)
     y = (x.flatten(2) @ teachers + draw(tasks, support + query, classes)).argmax(-1)
-    return TaskBatch(support=(x[:, :support], y[:, :support]), query=(x[:, support:], y[:, support:]))
+    return TaskBatch(
+        support=(x[:, :support], y[:, :support]), query=(x[:, support:], y[:, support:])
+    )
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """A float64 module whose initial parameters come from a seed; the global random state stays as it is."""
+    """A float64 module whose initial parameters come from a seed; the global random state stays as
+    it is.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build().double()
@@ -84,7 +105,9 @@ def vector(gradient: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([leaf.flatten() for leaf in gradient.values()])
 
 
-def relative_error(estimate: Mapping[str, Tensor] | Tensor, truth: Mapping[str, Tensor] | Tensor) -> float:
+def relative_error(
+    estimate: Mapping[str, Tensor] | Tensor, truth: Mapping[str, Tensor] | Tensor
+) -> float:
     """‖estimate − truth‖ / ‖truth‖."""
     a, b = (x if isinstance(x, Tensor) else vector(x) for x in (estimate, truth))
     return float((a - b).norm() / b.norm())

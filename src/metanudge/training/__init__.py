@@ -1,1 +1,3 @@
-"""Training runs: what turns a meta-gradient into hours of work that can be watched, stopped and resumed."""
+"""Training runs: what turns a meta-gradient into hours of work that can be watched, stopped and
+resumed.
+"""

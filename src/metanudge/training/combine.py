@@ -12,7 +12,15 @@ from metanudge.params import Params
 from metanudge.training.distributed import Group
 from metanudge.training.signals import CODES
 
-_MEANS = ("query_loss_before", "query_accuracy_before", "query_loss", "query_accuracy", "residual_start", "residual", "delta")
+_MEANS = (
+    "query_loss_before",
+    "query_accuracy_before",
+    "query_loss",
+    "query_accuracy",
+    "residual_start",
+    "residual",
+    "delta",
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,8 @@ class Own:
     """What one rank brings to a meta-step.
 
     Attributes:
-        gradient: the mean over the rank's tasks; empty where it has none, or met a number that is not finite.
+        gradient: the mean over the rank's tasks; empty where it has none, or met a number that is
+            not finite.
         stats: of the same tasks; None in the same cases.
         failure: what was not finite.
         signal: the number of a signal that asks the run to stop.
@@ -63,7 +72,9 @@ def combine(own: Own, group: Group, learner: MetaLearner, *, tasks: int) -> Comb
         return Combined({}, {}, None, own.signal, True)
     assert own.stats is not None
     names = (*_MEANS, "nu", "error", "gradient_norm")
-    return Combined(own.gradient, {name: getattr(own.stats, name) for name in names}, None, own.signal)
+    return Combined(
+        own.gradient, {name: getattr(own.stats, name) for name in names}, None, own.signal
+    )
 
 
 def _reduced(own: Own, group: Group, learner: MetaLearner, tasks: int) -> Combined:
@@ -71,7 +82,9 @@ def _reduced(own: Own, group: Group, learner: MetaLearner, tasks: int) -> Combin
     share = 0.0 if stats is None else stats.tasks / tasks
     sums = {name: 0.0 if stats is None else share * getattr(stats, name) for name in _MEANS}
     sums["nu"] = 0.0 if stats is None or stats.nu is None else share * stats.nu
-    sums["error"] = 0.0 if stats is None or stats.error is None else share * stats.error * stats.gradient_norm
+    sums["error"] = (
+        0.0 if stats is None or stats.error is None else share * stats.error * stats.gradient_norm
+    )
     sums["failed"] = float(own.failure is not None)
     sums["broken off"] = float(own.broken_off)
     for number in CODES:
@@ -82,11 +95,20 @@ def _reduced(own: Own, group: Group, learner: MetaLearner, tasks: int) -> Combin
     signals = [number for number in CODES if sums[f"signal {number}"]]
     signal = signals[0] if signals else None
     if sums["failed"]:
-        messages = [text for text in group.gather(str(own.failure) if own.failure is not None else None) if text]
+        messages = [
+            text
+            for text in group.gather(str(own.failure) if own.failure is not None else None)
+            if text
+        ]
         return Combined({}, {}, messages[0], signal)
     if sums["broken off"]:
         return Combined({}, {}, None, signal, True)
     norm = float(global_norm(list(gradient.values())))
     values = {name: sums[name] for name in _MEANS}
     error = sums["error"] / norm if sums["error"] and norm else None
-    return Combined(gradient, {**values, "nu": sums["nu"] or None, "error": error, "gradient_norm": norm}, None, signal)
+    return Combined(
+        gradient,
+        {**values, "nu": sums["nu"] or None, "error": error, "gradient_norm": norm},
+        None,
+        signal,
+    )

@@ -1,4 +1,6 @@
-"""`TrainConfig`: everything that decides how a run goes, as one plain dataclass. Loading it needs no torch."""
+"""`TrainConfig`: everything that decides how a run goes, as one plain dataclass. Loading it needs
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,17 @@ from metanudge.training.upgrade import upgrade
 from metanudge.version import __version__
 
 # What a resumed run may change: how far and where it goes, not what it computes.
-MAY_CHANGE = ("iterations", "test_tasks", "checkpoint_every", "device", "engine", "chunk", "compile", "tensorboard", "wandb")
+MAY_CHANGE = (
+    "iterations",
+    "test_tasks",
+    "checkpoint_every",
+    "device",
+    "engine",
+    "chunk",
+    "compile",
+    "tensorboard",
+    "wandb",
+)
 
 Schedule = Literal["constant", "cosine"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -45,8 +57,12 @@ class TrainConfig:
         True
     """
 
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA", help_behavior_hint="")] = ""
-    """What to train on: mnist1d, omniglot, sinusoid, a FOLDER with one sub-folder per class, or a .csv file."""
+    data: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA", help_behavior_hint="")
+    ] = ""
+    """What to train on: mnist1d, omniglot, sinusoid, a FOLDER with one sub-folder per class, or a
+    .csv file.
+    """
 
     ways: int | None = None
     """Classes per task. None: the data set's own default."""
@@ -59,29 +75,39 @@ class TrainConfig:
 
     data_options: str = ""
     """More options of the data set, e.g. num_samples=4000 (mnist1d), rotations=false (omniglot),
-    image_size=84,grey=true (folder of images), label=species,features=[a,b],standardise=false (.csv)."""
+    image_size=84,grey=true (folder of images), label=species,features=[a,b],standardise=false
+    (.csv)."""
 
     model: str = "auto"
-    """auto, conv1d, conv4, mlp or transformer with options (conv4:channels=32), or your own as module:attribute."""
+    """auto, conv1d, conv4, mlp or transformer with options (conv4:channels=32), or your own as
+    module:attribute.
+    """
 
     lam: float = 2.0
     """Stiffness λ of the proximal term that ties a task's parameters to the initialisation."""
 
     learn_lam: LearnLam = "none"
-    """Meta-learn λ from --lam on: one for all parameters (scalar), one per tensor, or one per parameter. none: it stays fixed."""
+    """Meta-learn λ from --lam on: one for all parameters (scalar), one per tensor, or one per
+    parameter. none: it stays fixed.
+    """
 
     lam_lr: float | None = None
     """Learning rate of log λ, where it is learned. None: the optimizer's."""
 
     adapt: str = "*"
-    """Which parameters adapt to a task, as a pattern of their names or several with commas (head.*); the others are meta-learned only."""
+    """Which parameters adapt to a task, as a pattern of their names or several with commas
+    (head.*); the others are meta-learned only.
+    """
 
     solver: str = "auto"
-    """How a task is adapted to: gradient_descent:lr=0.1,steps=5 (auto; for regression lr=0.01), nesterov, lbfgs, newton_cg,
-    torch_optimizer:optimizer=adam,lr=0.01,steps=5."""
+    """How a task is adapted to: gradient_descent:lr=0.1,steps=5 (auto; for regression lr=0.01),
+    nesterov, lbfgs, newton_cg, torch_optimizer:optimizer=adam,lr=0.01,steps=5.
+    """
 
     estimator: str = "fobmaml"
-    """How the meta-gradient is made: fobmaml, maml, fomaml, reptile, imaml, esmaml, exact. fobmaml:nu=0.1 is the paper's."""
+    """How the meta-gradient is made: fobmaml, maml, fomaml, reptile, imaml, esmaml, exact.
+    fobmaml:nu=0.1 is the paper's.
+    """
 
     optimizer: str = "adam:lr=0.01"
     """The outer optimizer: any of torch.optim, or clippedgd, normalizedgd, sngdm."""
@@ -105,22 +131,31 @@ class TrainConfig:
     """Where to train; auto takes a GPU when there is one."""
 
     precision: Precision = "fp32"
-    """fp32, tf32 (matrix products on NVIDIA GPUs), or bf16 (activations; parameters and meta-gradients stay wide)."""
+    """fp32, tf32 (matrix products on NVIDIA GPUs), or bf16 (activations; parameters and
+    meta-gradients stay wide).
+    """
 
     dtype: Dtype = "float32"
     """Type of the parameters."""
 
     engine: Engine = "auto"
-    """stacked: many solves side by side; inplace: one after the other; auto decides and says why."""
+    """stacked: many solves side by side; inplace: one after the other; auto decides and says why.
+    """
 
     chunk: int | None = None
-    """Stacked engine: how many solves (tasks × nudges) are held in memory at once. None: all, on a GPU as many as fit."""
+    """Stacked engine: how many solves (tasks × nudges) are held in memory at once. None: all, on a
+    GPU as many as fit.
+    """
 
     compile: bool = True
-    """On a GPU, build kernels and record meta-steps: much faster steps for up to half a minute at the start."""
+    """On a GPU, build kernels and record meta-steps: much faster steps for up to half a minute at
+    the start.
+    """
 
     metrics_every: int = 5
-    """Meta-steps between measurements of query loss and accuracy, each of which costs about a tenth of a meta-step."""
+    """Meta-steps between measurements of query loss and accuracy, each of which costs about a tenth
+    of a meta-step.
+    """
 
     eval_every: int = 100
     """Meta-steps between validations, which choose the best checkpoint. 0: never."""
@@ -144,7 +179,9 @@ class TrainConfig:
     """Also log to Weights & Biases (pip install 'metanudge[wandb]')."""
 
     def check(self) -> None:
-        """Raise `UserError` for values that make no sense whatever the data; the rest is checked by what uses it."""
+        """Raise `UserError` for values that make no sense whatever the data; the rest is checked by
+        what uses it.
+        """
         for name, value in self.to_dict().items():
             _check_text(flag(name), value)
         for name, least in _LEAST.items():
@@ -163,15 +200,25 @@ class TrainConfig:
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{flag(name)} {value} is not a positive number. {why}")
         if self.lam_lr is not None and self.learn_lam == "none":
-            raise UserError(f"--lam-lr {self.lam_lr} was given, but λ is not learned. Add --learn-lam tensor, or leave --lam-lr out.")
+            raise UserError(
+                f"--lam-lr {self.lam_lr} was given, but λ is not learned. Add --learn-lam tensor,"
+                " or leave --lam-lr out."
+            )
         if not self.patterns:
-            raise UserError(f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of names such as 'head.*'.")
+            raise UserError(
+                f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of"
+                " names such as 'head.*'."
+            )
         if self.iterations * self.tasks >= 1 << 63:
             raise UserError(
-                f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be numbered: 2**63. Use fewer."
+                f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be"
+                " numbered: 2**63. Use fewer."
             )
         if self.precision != "fp32" and self.dtype == "float64":
-            raise UserError(f"--precision {self.precision} and --dtype float64 contradict each other. Leave one of them out.")
+            raise UserError(
+                f"--precision {self.precision} and --dtype float64 contradict each other. Leave one"
+                " of them out."
+            )
 
     @property
     def patterns(self) -> list[str]:
@@ -183,33 +230,50 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """A JSON document that `from_json` turns back into an equal configuration, with this version and a seal."""
+        """A JSON document that `from_json` turns back into an equal configuration, with this
+        version and a seal.
+        """
         return seal({**self.to_dict(), "version": __version__}, indent=2)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, where: str = "the configuration") -> TrainConfig:
-        """From `to_dict`'s result; fields left out have their defaults. Anything unknown or of the wrong type is refused."""
+    def from_dict(
+        cls, values: Mapping[str, Any], *, where: str = "the configuration"
+    ) -> TrainConfig:
+        """From `to_dict`'s result; fields left out have their defaults. Anything unknown or of the
+        wrong type is refused.
+        """
         kinds = _kinds()
         for key in values:
             if key not in kinds:
-                raise UserError(f"{where} has an unknown setting {reprlib.repr(key)}.{near(key, kinds)} Correct or remove it.")
+                raise UserError(
+                    f"{where} has an unknown setting {reprlib.repr(key)}.{near(key, kinds)} Correct"
+                    " or remove it."
+                )
         checked = {key: _typed(key, value, kinds[key], where) for key, value in values.items()}
         return cls(**checked)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the configuration") -> TrainConfig:
-        """From `to_json`'s result, of this version or an earlier one; `where` names the file in error messages."""
+        """From `to_json`'s result, of this version or an earlier one; `where` names the file in
+        error messages.
+        """
         try:
             values = parse_json(text)
         except ValueError as error:
-            raise UserError(f"{where} is not valid JSON ({error}). Correct it, or write a new one.") from error
+            raise UserError(
+                f"{where} is not valid JSON ({error}). Correct it, or write a new one."
+            ) from error
         if not isinstance(values, dict):
-            raise UserError(f"{where} holds a {type(values).__name__}, not an object with settings. Use a run's config.json.")
+            raise UserError(
+                f"{where} holds a {type(values).__name__}, not an object with settings. Use a run's"
+                " config.json."
+            )
         settings = {key: value for key, value in values.items() if key not in (SEAL, "version")}
         config = cls.from_dict(upgrade(settings, values.get("version"), where=where), where=where)
         if SEAL in values and not is_intact(values, indent=2):
             raise ChangedError(
-                f"{where} was changed after it was written: it does not match its own {SEAL}. Put back what was there, or, "
+                f"{where} was changed after it was written: it does not match its own {SEAL}. Put"
+                " back what was there, or, "
                 f'if the change is meant, remove its line "{SEAL}".',
                 config,
             )
@@ -240,7 +304,8 @@ class ChangedError(UserError):
 
 _MOST_BYTES = 1 << 20  # of a configuration's file
 _LEAST = {
-    "ways": 1, "shots": 1, "queries": 1, "iterations": 1, "tasks": 1, "seed": 0, "chunk": 1, "metrics_every": 1,
+    "ways": 1, "shots": 1, "queries": 1, "iterations": 1, "tasks": 1, "seed": 0, "chunk": 1,
+    "metrics_every": 1,
     "eval_every": 0, "eval_tasks": 1, "test_tasks": 0, "checkpoint_every": 1,
 }  # fmt: skip
 
@@ -257,30 +322,48 @@ def flag(name: str) -> str:
 
 
 def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
-    """`value` if it has the field's type (a whole number may stand for a float), else an error that names the field."""
+    """`value` if it has the field's type (a whole number may stand for a float), else an error that
+    names the field.
+    """
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             choices = ", ".join(get_args(kind))
-            raise UserError(f"{where}: {name} is {reprlib.repr(value)}.{near(str(value), get_args(kind))} Choose one of: {choices}.")
+            raise UserError(
+                f"{where}: {name} is {reprlib.repr(value)}.{near(str(value), get_args(kind))}"
+                f" Choose one of: {choices}."
+            )
         return value
     kinds = get_args(kind) or (kind,)
     if type(value) in (int, float) and float in kinds:
         if not -sys.float_info.max <= value <= sys.float_info.max:
-            raise UserError(f"{where}: {name} is a number beyond ±{sys.float_info.max:.1e}. Give one that a float can hold.")
+            raise UserError(
+                f"{where}: {name} is a number beyond ±{sys.float_info.max:.1e}. Give one that a"
+                " float can hold."
+            )
         return float(value)
     if type(value) not in kinds:
-        wanted = " or ".join({int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(k, "null") for k in kinds)
+        wanted = " or ".join(
+            {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(
+                k, "null"
+            )
+            for k in kinds
+        )
         raise UserError(f"{where}: {name} is {reprlib.repr(value)}. It must be {wanted}.")
     _check_text(f"{where}: {name}", value)
     return value
 
 
 def _check_text(what: str, value: Any) -> None:
-    """Settings are written to files and shown on terminals: all must be text, and none may give a terminal orders."""
+    """Settings are written to files and shown on terminals: all must be text, and none may give a
+    terminal orders.
+    """
     if not isinstance(value, str):
         return
     if printable(value) != value:
         raise UserError(f"{what} is {value!r}, which has control characters in it. Remove them.")
     if value != value.encode(errors="ignore").decode():
         name = value.encode(errors="surrogateescape")
-        raise UserError(f"{what} {name!r} is not valid UTF-8, so no configuration can hold it. Rename the file or folder.")
+        raise UserError(
+            f"{what} {name!r} is not valid UTF-8, so no configuration can hold it. Rename the file"
+            " or folder."
+        )

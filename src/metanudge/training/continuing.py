@@ -1,4 +1,6 @@
-"""A run that goes on: it must be the run it was, on the data it had; and what cannot be repeated to the last bit is said."""
+"""A run that goes on: it must be the run it was, on the data it had; and what cannot be repeated to
+the last bit is said.
+"""
 
 from __future__ import annotations
 
@@ -22,42 +24,72 @@ def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> 
     try:
         optimizer.load_state_dict(checkpoint.state["optimizer"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{checkpoint.folder} has no state for this optimizer ({error!r}). Resume from another checkpoint.") from error
+        raise UserError(
+            f"{checkpoint.folder} has no state for this optimizer ({error!r}). Resume from another"
+            " checkpoint."
+        ) from error
 
 
 def check_unchanged(plan: Plan, config: TrainConfig, source: Episodes) -> TrainConfig:
-    """The configuration to go on with: as it was recorded, but for what may change; `UserError` where more has changed."""
+    """The configuration to go on with: as it was recorded, but for what may change; `UserError`
+    where more has changed.
+    """
     assert plan.saved is not None
     changed = dataclasses.replace(resolve(plan.saved, source), out=config.out).differences(config)
-    fixed = [name for name in changed if name not in MAY_CHANGE or (name == "iterations" and config.schedule == "cosine")]
+    fixed = [
+        name
+        for name in changed
+        if name not in MAY_CHANGE or (name == "iterations" and config.schedule == "cosine")
+    ]
     if fixed:
-        detail = "; ".join(f"{flag(name)} was {changed[name][0]!r}, now {changed[name][1]!r}" for name in fixed)
+        detail = "; ".join(
+            f"{flag(name)} was {changed[name][0]!r}, now {changed[name][1]!r}" for name in fixed
+        )
         raise UserError(
-            f"{plan.folder} was started with another configuration ({detail}), and would not be the same run any more. Leave these flags "
-            f"out to continue it, or start a new run with another --out. A resumed run may change {', '.join(map(flag, MAY_CHANGE))}."
+            f"{plan.folder} was started with another configuration ({detail}), and would not be the"
+            " same run any more. Leave these flags out to continue it, or start a new run with"
+            f" another --out. A resumed run may change {', '.join(map(flag, MAY_CHANGE))}."
         )
     done = plan.checkpoint.step if plan.checkpoint is not None else 0
     if config.iterations < done:
-        raise UserError(f"--iterations {config.iterations}: {plan.folder} has already done {done} meta-steps. Give {done} or more.")
-    return dataclasses.replace(plan.saved, out=config.out, **{name: getattr(config, name) for name in MAY_CHANGE})
+        raise UserError(
+            f"--iterations {config.iterations}: {plan.folder} has already done {done} meta-steps."
+            f" Give {done} or more."
+        )
+    return dataclasses.replace(
+        plan.saved, out=config.out, **{name: getattr(config, name) for name in MAY_CHANGE}
+    )
 
 
 def check_data(plan: Plan, source: Episodes, *, allow: bool, note: Callable[[str], None]) -> None:
-    """Refuse to go on with other data than those the checkpoint was trained on, unless that is allowed."""
-    was, now = plan.checkpoint.state.get("data_sha256") if plan.checkpoint is not None else None, source.fingerprint()
+    """Refuse to go on with other data than those the checkpoint was trained on, unless that is
+    allowed.
+    """
+    was, now = (
+        plan.checkpoint.state.get("data_sha256") if plan.checkpoint is not None else None,
+        source.fingerprint(),
+    )
     if was is None or now is None or was == now:
         return
     assert plan.saved is not None
     if not allow:
         raise UserError(
-            f"{plan.saved.data} has changed since {plan.folder} was trained on it (its sha256 was {was[:12]}…, now {now[:12]}…), and the "
-            "result would be of neither. Put the data back, start a new run, or go on nevertheless with --allow-changed-data."
+            f"{plan.saved.data} has changed since {plan.folder} was trained on it (its sha256 was"
+            f" {was[:12]}…, now {now[:12]}…), and the result would be of neither. Put the data"
+            " back, start a new run, or go on nevertheless with --allow-changed-data."
         )
-    note(f"{plan.saved.data} has changed since this run was trained on it: from here on it is another run.")
+    note(
+        f"{plan.saved.data} has changed since this run was trained on it: from here on it is"
+        " another run."
+    )
 
 
-def say_what_differs(plan: Plan, config: TrainConfig, now: Mapping[str, Any], note: Callable[[str], None]) -> None:
-    """Where the resumed run will not give the bytes that it would have given in one go, say so and why."""
+def say_what_differs(
+    plan: Plan, config: TrainConfig, now: Mapping[str, Any], note: Callable[[str], None]
+) -> None:
+    """Where the resumed run will not give the bytes that it would have given in one go, say so and
+    why.
+    """
     if plan.checkpoint is None or plan.saved is None:
         return
     found = changes(plan.checkpoint.state.get("environment"), now)
@@ -67,4 +99,7 @@ def say_what_differs(plan: Plan, config: TrainConfig, now: Mapping[str, Any], no
         if getattr(plan.saved, n) != getattr(config, n)
     ]
     if found:
-        note(f"Not bit-equal to a run in one go from here on, since sums are rounded differently: {'; '.join(found)}.")
+        note(
+            "Not bit-equal to a run in one go from here on, since sums are rounded differently:"
+            f" {'; '.join(found)}."
+        )

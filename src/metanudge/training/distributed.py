@@ -1,9 +1,11 @@
-"""The tasks of a meta-batch shared among the processes of `torchrun`, with one all-reduce per meta-step.
+"""The tasks of a meta-batch shared among the processes of `torchrun`, with one all-reduce per
+meta-step.
 
     torchrun --nproc-per-node=4 -m metanudge train omniglot
 
-Every rank holds θ and the optimizer, takes a contiguous slice of the tasks, and gets the sum of all ranks' meta-gradients; so all
-take the same step. Only rank 0 touches the run folder: what it reads, it sends to the others.
+Every rank holds θ and the optimizer, takes a contiguous slice of the tasks, and gets the sum of all
+ranks' meta-gradients; so all take the same step. Only rank 0 touches the run folder: what it reads,
+it sends to the others.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Group:
     """The processes of a run; one that is alone needs no torch.distributed.
 
     Attributes:
-        job: what rank 0 knows the torchrun job by, over all its restarts; None where nothing restarts it.
+        job: what rank 0 knows the torchrun job by, over all its restarts; None where nothing
+            restarts it.
     """
 
     rank: int = 0
@@ -42,15 +45,23 @@ class Group:
 
     @classmethod
     def from_environment(cls) -> Group:
-        """The group that torchrun's variables describe, connected; a group of one where there are none."""
+        """The group that torchrun's variables describe, connected; a group of one where there are
+        none.
+        """
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
         else:
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+            backend = (
+                "cpu:gloo,cuda:nccl"
+                if torch.cuda.is_available() and dist.is_nccl_available()
+                else "gloo"
+            )
             store, rank, world = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=_fresh(store, rank, world), rank=rank, world_size=world)
+            dist.init_process_group(
+                backend, store=_fresh(store, rank, world), rank=rank, world_size=world
+            )
         job = _job(store) if dist.get_rank() == 0 and "TORCHELASTIC_RUN_ID" in os.environ else None
         return cls(dist.get_rank(), dist.get_world_size(), job)
 
@@ -83,7 +94,8 @@ class Group:
         return made[0] if self.leads else make()
 
     def slice(self, count: int) -> range:
-        """Which of `count` things are this rank's: a contiguous range, empty where there are more ranks than things.
+        """Which of `count` things are this rank's: a contiguous range, empty where there are more
+        ranks than things.
 
         Example:
             >>> [list(Group(rank, 3).slice(4)) for rank in range(3)]
@@ -91,16 +103,25 @@ class Group:
         """
         return range(count * self.rank // self.world, count * (self.rank + 1) // self.world)
 
-    def reduce(self, gradient: Params, values: Mapping[str, float], weight: float) -> tuple[Params, dict[str, float]]:
-        """The weighted sum of gradients and values over all ranks: one all-reduce of one float64 buffer."""
+    def reduce(
+        self, gradient: Params, values: Mapping[str, float], weight: float
+    ) -> tuple[Params, dict[str, float]]:
+        """The weighted sum of gradients and values over all ranks: one all-reduce of one float64
+        buffer.
+        """
         if self.world == 1:
             return gradient, dict(values)
         parts = [leaf.detach().reshape(-1).double() * weight for leaf in gradient.values()]
         device = parts[0].device
-        buffer = torch.cat([*parts, torch.tensor(list(values.values()), dtype=torch.float64, device=device)])
+        buffer = torch.cat(
+            [*parts, torch.tensor(list(values.values()), dtype=torch.float64, device=device)]
+        )
         dist.all_reduce(buffer)
         pieces = buffer.split([leaf.numel() for leaf in gradient.values()] + [len(values)])
-        summed = {n: piece.view_as(leaf).to(leaf.dtype) for (n, leaf), piece in zip(gradient.items(), pieces, strict=False)}
+        summed = {
+            n: piece.view_as(leaf).to(leaf.dtype)
+            for (n, leaf), piece in zip(gradient.items(), pieces, strict=False)
+        }
         return summed, dict(zip(values, pieces[-1].tolist(), strict=True))
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -132,7 +153,9 @@ class Group:
 
 
 def _job(store: Any) -> str:
-    """A name made up at the first start of a torchrun job and kept in its store, which outlives restarts and is no other job's."""
+    """A name made up at the first start of a torchrun job and kept in its store, which outlives
+    restarts and is no other job's.
+    """
     if not store.check(["metanudge/job"]):
         store.set("metanudge/job", f"{os.environ['TORCHELASTIC_RUN_ID']}/{uuid.uuid4().hex}")
     return str(store.get("metanudge/job").decode())
@@ -141,9 +164,10 @@ def _job(store: Any) -> str:
 def _fresh(store: Any, rank: int, world: int) -> Any:
     """A part of the store that only these processes use.
 
-    torchrun keeps one store over all its restarts (pytorch/pytorch#135712), so a rank may find the addresses that the killed ranks
-    left there, and connect to nobody for half an hour. So rank 0 names a new part of the store, and each rank waits until rank 0 has
-    called it by a name it made up just now: what an earlier life left answers to neither.
+    torchrun keeps one store over all its restarts (pytorch/pytorch#135712), so a rank may find the
+    addresses that the killed ranks left there, and connect to nobody for half an hour. So rank 0
+    names a new part of the store, and each rank waits until rank 0 has called it by a name it made
+    up just now: what an earlier life left answers to neither.
     """
     if rank == 0:
         part = uuid.uuid4().hex
@@ -158,7 +182,10 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
 
     def welcome() -> bool:
         nonlocal found
-        if store.check(["metanudge/part"]) and (part := store.get("metanudge/part").decode()) != found:
+        if (
+            store.check(["metanudge/part"])
+            and (part := store.get("metanudge/part").decode()) != found
+        ):
             found = part
             store.set(f"metanudge/{found}/hello/{rank}", own)
         return bool(found) and store.check([f"metanudge/{found}/welcome/{own}"])
@@ -172,6 +199,7 @@ def _wait(ready: Callable[[], bool], whom: str) -> None:
     while not ready():
         if time.monotonic() > end:
             raise UserError(
-                f"There was no word from {whom} in {MEET}, so the ranks cannot start. Look at what it said, and start all again."
+                f"There was no word from {whom} in {MEET}, so the ranks cannot start. Look at what"
+                " it said, and start all again."
             )
         time.sleep(0.01)

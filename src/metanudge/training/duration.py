@@ -20,7 +20,8 @@ class DurationWatch:
         done: meta-steps that were done before.
 
     Example:
-        >>> watch = DurationWatch(TrainConfig("photos", tasks=4, iterations=1000, eval_every=0), width=2, done=0)
+        >>> watch = DurationWatch(TrainConfig("photos", tasks=4, iterations=1000, eval_every=0),
+        ...     width=2, done=0)
         >>> [watch.see(seconds) is not None for seconds in (60.0, 20.0, 20.0, 20.0)]
         [False, False, True, False]
     """
@@ -30,7 +31,9 @@ class DurationWatch:
         self._seconds: list[float] = []
 
     def see(self, seconds: float) -> str | None:
-        """A note, where the run will take more than an hour after the last of the first few meta-steps."""
+        """A note, where the run will take more than an hour after the last of the first few
+        meta-steps.
+        """
         if len(self._seconds) == _LOOK:
             return None
         self._seconds.append(seconds)
@@ -38,13 +41,16 @@ class DurationWatch:
             return None
         config, step = self._config, median(self._seconds[1:])
         left = config.iterations - self._done - _LOOK
-        evaluated = config.test_tasks + (left // config.eval_every * config.eval_tasks if config.eval_every else 0)
+        evaluated = config.test_tasks + (
+            left // config.eval_every * config.eval_tasks if config.eval_every else 0
+        )
         evaluation = evaluated * step / config.tasks / max(1, self._width)
         if left * step + evaluation < _LONG:
             return None
         return (
-            f"This will take about {clock(left * step + evaluation)} on this CPU: {left} meta-steps of {step:.2g} s, and {evaluated} "
-            f"tasks to evaluate. To cut it: fewer --iterations or --tasks ({config.tasks}), --eval-tasks, --test-tasks, --queries; a "
-            "smaller --model (conv4:channels=32); smaller images (--data-options image_size=28); a GPU (--device cuda). Ctrl-C saves; "
-            "--resume goes on."
+            f"This will take about {clock(left * step + evaluation)} on this CPU: {left} meta-steps"
+            f" of {step:.2g} s, and {evaluated} tasks to evaluate. To cut it: fewer --iterations or"
+            f" --tasks ({config.tasks}), --eval-tasks, --test-tasks, --queries; a smaller --model"
+            " (conv4:channels=32); smaller images (--data-options image_size=28); a GPU (--device"
+            " cuda). Ctrl-C saves; --resume goes on."
         )

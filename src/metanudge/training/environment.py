@@ -1,4 +1,6 @@
-"""What the numbers of a run depend on besides its configuration: recorded with it, and compared when it goes on."""
+"""What the numbers of a run depend on besides its configuration: recorded with it, and compared
+when it goes on.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from metanudge.version import __version__
 
 
 def environment(device: torch.device, *, processes: int = 1) -> dict[str, Any]:
-    """Versions, device, processor, and how the sums are shared out: where these are equal, equal runs give equal bytes."""
+    """Versions, device, processor, and how the sums are shared out: where these are equal, equal
+    runs give equal bytes.
+    """
     return {
         "metanudge": __version__,
         "torch": str(torch.__version__),
@@ -28,10 +32,16 @@ def environment(device: torch.device, *, processes: int = 1) -> dict[str, Any]:
 
 
 def changes(recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
-    """What differs from the environment that a checkpoint recorded, as "threads 1 → 2"; nothing where the bytes will be the same."""
+    """What differs from the environment that a checkpoint recorded, as "threads 1 → 2"; nothing
+    where the bytes will be the same.
+    """
     if recorded is None:
         return [f"metanudge 0.1, which recorded neither threads nor versions → {now['metanudge']}"]
-    return [f"{name} {recorded.get(name, 'unknown')} → {value}" for name, value in now.items() if recorded.get(name) != value]
+    return [
+        f"{name} {recorded.get(name, 'unknown')} → {value}"
+        for name, value in now.items()
+        if recorded.get(name) != value
+    ]
 
 
 def cpu_model() -> str:

@@ -26,11 +26,16 @@ EXIT_CODES = {
 
 def exit_codes() -> str:
     """All codes in one line."""
-    return " · ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + " (both after saving)"
+    return (
+        " · ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
+        + " (both after saving)"
+    )
 
 
 class UserError(Exception):
-    """Something the user can put right: what happened, why, and what to do. Exit code 2, no traceback."""
+    """Something the user can put right: what happened, why, and what to do. Exit code 2, no
+    traceback.
+    """
 
 
 class StopTraining(Exception):

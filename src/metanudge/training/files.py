@@ -1,6 +1,8 @@
-"""Files of a run folder, which may be a stranger's: plain files and real folders, never what a link, FIFO or device leads to.
+"""Files of a run folder, which may be a stranger's: plain files and real folders, never what a
+link, FIFO or device leads to.
 
-What is wrong is told as an `OSError` whose `strerror` says what was found there. The run folder itself may be reached through a link.
+What is wrong is told as an `OSError` whose `strerror` says what was found there. The run folder
+itself may be reached through a link.
 """
 
 from __future__ import annotations
@@ -16,8 +18,14 @@ from typing import BinaryIO
 
 from metanudge.training.errors import UserError
 
-# Without O_NONBLOCK a FIFO would be waited for; flags that a system does not have (Windows) are made up for by looking first.
-_PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+# Without O_NONBLOCK a FIFO would be waited for; flags that a system does not have (Windows) are
+# made up for by looking first.
+_PLAIN = (
+    getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN  # a file that must not be there yet
 
 
@@ -35,13 +43,19 @@ def open_to_append(file: Path) -> BinaryIO:
     descriptor = _open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if os.fstat(descriptor).st_nlink > 1:
         os.close(descriptor)
-        raise OSError(errno.EMLINK, "it has a second name (a hard link), whose content would change too; put a copy there", str(file))
+        raise OSError(
+            errno.EMLINK,
+            "it has a second name (a hard link), whose content would change too; put a copy there",
+            str(file),
+        )
     return os.fdopen(descriptor, "ab")
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place, durable and complete, when the block ends well; a link that is there is replaced, not followed."""
+    """A file that takes its place, durable and complete, when the block ends well; a link that is
+    there is replaced, not followed.
+    """
     temporary = temporary_name(file)
     descriptor = os.open(temporary, NEW, 0o666)
     try:
@@ -78,7 +92,9 @@ def write_text(file: Path, text: str) -> None:
 
 
 def temporary_name(path: Path, mark: str = "new") -> Path:
-    """A name beside `path` that nobody can have guessed; it begins with `.new-`, so that what a crash leaves is recognised."""
+    """A name beside `path` that nobody can have guessed; it begins with `.new-`, so that what a
+    crash leaves is recognised.
+    """
     return path.with_name(f".{mark}-{path.name}-{secrets.token_hex(8)}")
 
 

@@ -1,4 +1,6 @@
-"""One writer a run: a lock of the operating system on RUN/.lock, which ends with its holder, however that ends."""
+"""One writer a run: a lock of the operating system on RUN/.lock, which ends with its holder,
+however that ends.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ _held: set[BinaryIO] = set()
 
 
 def _let_go() -> None:
-    # A lock lives as long as any copy of its descriptor: without this, a forked child would keep it after its parent's death.
+    # A lock lives as long as any copy of its descriptor: without this, a forked child would keep it
+    # after its parent's death.
     for stream in _held:
         stream.close()
     _held.clear()
@@ -52,7 +55,12 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()
 
     def take(self, folder: Path) -> None:
@@ -60,7 +68,10 @@ class RunLock:
         self._stream = stream = _locked(folder, self._note)
         _held.add(stream)
         stream.truncate(0)
-        stream.write(json.dumps({"pid": os.getpid(), "host": platform.node(), "job": self._job}).encode() + b"\n")
+        stream.write(
+            json.dumps({"pid": os.getpid(), "host": platform.node(), "job": self._job}).encode()
+            + b"\n"
+        )
         stream.flush()
 
     def release(self) -> None:
@@ -88,7 +99,9 @@ def _locked(folder: Path, note: Callable[[str], None]) -> BinaryIO:
     try:
         stream = open_to_append(folder / LOCK)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}). Give a folder of yours: --out FOLDER") from error
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}). Give a folder of yours: --out FOLDER"
+        ) from error
     try:
         if fcntl is None:
             raise OSError(errno.ENOSYS, "this system has none that metanudge knows")
@@ -96,15 +109,29 @@ def _locked(folder: Path, note: Callable[[str], None]) -> BinaryIO:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             stream.close()
-            raise UserError(_in_use(folder) if isinstance(error, BlockingIOError) else f"{folder} cannot be locked ({error}).") from error
-        note(f"{folder} is on a file system without locks ({error.strerror}): see to it that no other process trains in it.")
+            raise UserError(
+                _in_use(folder)
+                if isinstance(error, BlockingIOError)
+                else f"{folder} cannot be locked ({error})."
+            ) from error
+        note(
+            f"{folder} is on a file system without locks ({error.strerror}): see to it that no"
+            " other process trains in it."
+        )
     return stream
 
 
 def _in_use(folder: Path) -> str:
     holder = _holder(folder)
-    who = f"process {holder['pid']} on {holder['host']}" if holder.keys() >= {"pid", "host"} else "another process"
-    return f"{folder} is in use: {who} is training in it. Wait until it ends or stop it, or give another folder: --out FOLDER"
+    who = (
+        f"process {holder['pid']} on {holder['host']}"
+        if holder.keys() >= {"pid", "host"}
+        else "another process"
+    )
+    return (
+        f"{folder} is in use: {who} is training in it. Wait until it ends or stop it, or give"
+        " another folder: --out FOLDER"
+    )
 
 
 def _holder(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Memory: a run that cannot fit is refused, and when it runs out, the same call goes again with half as many solves at once."""
+"""Memory: a run that cannot fit is refused, and when it runs out, the same call goes again with
+half as many solves at once.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,16 @@ class OutOfMemory(Exception):
     """One solve at a time is still too much; the message is torch's."""
 
 
-def halving(call: Callable[[], T], learner: MetaLearner, *, rows: int, halves: Callable[[], bool], note: Callable[[int, int], None]) -> T:
-    """Call, with half of `learner.chunk` after each time the memory runs out; the learner keeps the smaller chunk.
+def halving(
+    call: Callable[[], T],
+    learner: MetaLearner,
+    *,
+    rows: int,
+    halves: Callable[[], bool],
+    note: Callable[[int, int], None],
+) -> T:
+    """Call, with half of `learner.chunk` after each time the memory runs out; the learner keeps the
+    smaller chunk.
 
     Args:
         call: computes with the learner, and may be called again.
@@ -54,28 +64,51 @@ def halving(call: Callable[[], T], learner: MetaLearner, *, rows: int, halves: C
 
 
 def check_data_fits(config: TrainConfig, source: Episodes, tasks: int) -> None:
-    """Refuse a run where the examples of one meta-step's `tasks`, or the results of an evaluation, cannot fit, before any are drawn."""
+    """Refuse a run where the examples of one meta-step's `tasks`, or the results of an evaluation,
+    cannot fit, before any are drawn.
+    """
     _refuse_if_more(_data(config, source, tasks), source, config)
 
 
-def check_solves_fit(config: TrainConfig, source: Episodes, tasks: int, learner: MetaLearner) -> None:
-    """Refuse a run whose solves cannot fit side by side: three copies of the parameters each (φ, displacement, gradient) at the least."""
+def check_solves_fit(
+    config: TrainConfig, source: Episodes, tasks: int, learner: MetaLearner
+) -> None:
+    """Refuse a run whose solves cannot fit side by side: three copies of the parameters each (φ,
+    displacement, gradient) at the least.
+    """
     solves = min(tasks * learner.estimator.width, _at_once(learner, source))
     copies = 3 * sum(p.numel() * p.element_size() for p in learner.problem().parameters.values())
-    _refuse_if_more(_data(config, source, tasks) | {f"{solves:,} solves side by side": int(solves * copies)}, source, config)
+    _refuse_if_more(
+        _data(config, source, tasks) | {f"{solves:,} solves side by side": int(solves * copies)},
+        source,
+        config,
+    )
 
 
 def _data(config: TrainConfig, source: Episodes, tasks: int) -> dict[str, int]:
     """What is held, and its bytes at least."""
     evaluated = max(config.eval_tasks if config.eval_every else 0, config.test_tasks)
-    task = source.ways * (source.shots + source.queries) * (math.prod(source.input_shape) * source.dtype.itemsize + 8)
-    return {f"the examples of {tasks:,} tasks": tasks * task, f"the results of {evaluated:,} evaluated tasks": evaluated * 32}
+    task = (
+        source.ways
+        * (source.shots + source.queries)
+        * (math.prod(source.input_shape) * source.dtype.itemsize + 8)
+    )
+    return {
+        f"the examples of {tasks:,} tasks": tasks * task,
+        f"the results of {evaluated:,} evaluated tasks": evaluated * 32,
+    }
 
 
 def _at_once(learner: MetaLearner, source: Episodes) -> float:
-    """How many solves are held side by side; 1 where the memory decides, as it does on a GPU and for second derivatives."""
+    """How many solves are held side by side; 1 where the memory decides, as it does on a GPU and
+    for second derivatives.
+    """
     engine, _ = learner.choose_engine(source.batch([0]))
-    if not isinstance(engine, StackedEngine) or source.device.type != "cpu" or learner.estimator.graphs(learner.solver):
+    if (
+        not isinstance(engine, StackedEngine)
+        or source.device.type != "cpu"
+        or learner.estimator.graphs(learner.solver)
+    ):
         return 1
     return engine.chunk or math.inf
 
@@ -85,16 +118,21 @@ def _refuse_if_more(needs: dict[str, int], source: Episodes, config: TrainConfig
     needed = sum(needs.values())
     if free is None or needed <= free:
         return
-    detail = ", ".join(f"{_gib(size)} for {what}" for what, size in needs.items() if size > needed // 100)
+    detail = ", ".join(
+        f"{_gib(size)} for {what}" for what, size in needs.items() if size > needed // 100
+    )
     raise UserError(
-        f"--tasks {config.tasks} with --eval-tasks {config.eval_tasks} and --test-tasks {config.test_tasks} needs at least "
-        f"{_gib(needed)} of memory ({detail}), and {_gib(free)} are free. Use fewer of them, fewer --shots or --queries, or a --chunk of "
-        "solves to be held at once."
+        f"--tasks {config.tasks} with --eval-tasks {config.eval_tasks} and --test-tasks"
+        f" {config.test_tasks} needs at least {_gib(needed)} of memory ({detail}), and {_gib(free)}"
+        " are free. Use fewer of them, fewer --shots or --queries, or a --chunk of solves to be"
+        " held at once."
     )
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can still have, as the system and its control group allow; None where they do not tell."""
+    """Bytes that this process can still have, as the system and its control group allow; None where
+    they do not tell.
+    """
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -104,7 +142,11 @@ def available_memory() -> int | None:
             free = int(line.split()[1]) * 1024
     limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit and used and limit[0].isdigit():
-        cached = sum(int(line.split()[1]) for line in _lines("/sys/fs/cgroup/memory.stat") if line.startswith("inactive_file "))
+        cached = sum(
+            int(line.split()[1])
+            for line in _lines("/sys/fs/cgroup/memory.stat")
+            if line.startswith("inactive_file ")
+        )
         free = min(free, int(limit[0]) - int(used[0]) + cached)
     return free
 

@@ -1,4 +1,6 @@
-"""What a run writes down: one JSON line per meta-step, and TensorBoard or Weights & Biases beside it when asked."""
+"""What a run writes down: one JSON line per meta-step, and TensorBoard or Weights & Biases beside
+it when asked.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class MetricsLog:
 
     Args:
         file: is appended to.
-        size: cut the file back to this many bytes first; lines after a checkpoint are written again by the resumed run.
+        size: cut the file back to this many bytes first; lines after a checkpoint are written again
+            by the resumed run.
     """
 
     def __init__(self, file: Path, *, size: int | None = None) -> None:
@@ -49,7 +52,9 @@ class MetricsLog:
 
     @property
     def in_place(self) -> bool:
-        """Whether the file still has its name: a deleted or moved one can be written to, and nobody would see it."""
+        """Whether the file still has its name: a deleted or moved one can be written to, and nobody
+        would see it.
+        """
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
         except OSError:
@@ -57,7 +62,10 @@ class MetricsLog:
 
     def write(self, values: Values) -> None:
         """Add a line and hand it to the operating system."""
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in values.items()
+        }
         line = json.dumps(clean, allow_nan=False).encode() + b"\n"
         self._file.write(line)
         self._file.flush()
@@ -74,30 +82,47 @@ class MetricsLog:
 
 
 def check_metrics(file: Path, *, size: int, sha256: str | None) -> None:
-    """Refuse a metrics file that does not begin with what it held when a checkpoint was saved; one that is not there may be."""
+    """Refuse a metrics file that does not begin with what it held when a checkpoint was saved; one
+    that is not there may be.
+    """
     if not os.path.lexists(file):
         return
     try:
         data = read_bytes(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}).") from error
-    if len(data) < size or (sha256 is not None and hashlib.sha256(data[:size]).hexdigest() != sha256):
-        what = f"has {len(data)} bytes, and had {size}" if len(data) < size else "does not match the sha256 that the checkpoint has of it"
+    if len(data) < size or (
+        sha256 is not None and hashlib.sha256(data[:size]).hexdigest() != sha256
+    ):
+        what = (
+            f"has {len(data)} bytes, and had {size}"
+            if len(data) < size
+            else "does not match the sha256 that the checkpoint has of it"
+        )
         raise UserError(
-            f"{file} was changed since the checkpoint was saved: it {what}. Put it back, or move it away to go on without it."
+            f"{file} was changed since the checkpoint was saved: it {what}. Put it back, or move it"
+            " away to go on without it."
         )
 
 
-def read_metrics(file: Path, *, note: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """All complete lines of a metrics file; those that something has damaged are left out, and `note` is told which."""
+def read_metrics(
+    file: Path, *, note: Callable[[str], None] = lambda text: None
+) -> list[dict[str, Any]]:
+    """All complete lines of a metrics file; those that something has damaged are left out, and
+    `note` is told which.
+    """
     if not os.path.lexists(file):
         return []
-    lines = read_bytes(file).split(b"\n")[:-1]  # what follows the last newline was cut off by a crash
+    # what follows the last newline was cut off by a crash
+    lines = read_bytes(file).split(b"\n")[:-1]
     rows = [_row(line) for line in lines]
     damaged = [str(number) for number, row in enumerate(rows, 1) if row is None]
     if damaged:
         more = ", …" if len(damaged) > 5 else ""
-        note(f"{file} has damaged lines, {len(damaged)} of {len(rows)}, which are left out here: line {', '.join(damaged[:5])}{more}.")
+        note(
+            f"{file} has damaged lines, {len(damaged)} of {len(rows)}, which are left out here:"
+            f" line {', '.join(damaged[:5])}{more}."
+        )
     return [row for row in rows if row is not None]
 
 
@@ -107,7 +132,11 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = parse_json(line)
     except ValueError:
         return None
-    sound = isinstance(row, dict) and type(row.get("step")) is int and all(v is None or type(v) in (int, float) for v in row.values())
+    sound = (
+        isinstance(row, dict)
+        and type(row.get("step")) is int
+        and all(v is None or type(v) in (int, float) for v in row.values())
+    )
     return row if sound else None
 
 
@@ -119,7 +148,12 @@ class Timing:
 
     def write(self, step: int, seconds: float, memory: int | None) -> None:
         """Add a line."""
-        line = {"step": step, "seconds": round(seconds, 6), "memory_bytes": memory, "time": round(time.time(), 3)}
+        line = {
+            "step": step,
+            "seconds": round(seconds, 6),
+            "memory_bytes": memory,
+            "time": round(time.time(), 3),
+        }
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
 
@@ -139,12 +173,17 @@ class Sink(Protocol):
 
 
 def check_sinks(config: TrainConfig) -> None:
-    """Raise `UserError` where a package that was asked for is not installed, before anything is written."""
+    """Raise `UserError` where a package that was asked for is not installed, before anything is
+    written.
+    """
     import importlib.util
 
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) and importlib.util.find_spec(name) is None:
-            raise UserError(f"--{name} needs the package {name}, which is not installed. Install it: pip install 'metanudge[{name}]'")
+            raise UserError(
+                f"--{name} needs the package {name}, which is not installed. Install it: pip"
+                f" install 'metanudge[{name}]'"
+            )
 
 
 def open_sinks(config: TrainConfig, folder: Path) -> list[Sink]:
@@ -158,7 +197,11 @@ def open_sinks(config: TrainConfig, folder: Path) -> list[Sink]:
 
 
 def _numbers(values: Values) -> dict[str, float]:
-    return {k: float(v) for k, v in values.items() if k != "step" and isinstance(v, (int, float)) and math.isfinite(v)}
+    return {
+        k: float(v)
+        for k, v in values.items()
+        if k != "step" and isinstance(v, (int, float)) and math.isfinite(v)
+    }
 
 
 class _TensorBoard:
@@ -178,7 +221,13 @@ class _TensorBoard:
 class _Wandb:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         wandb: Any = __import__("wandb")
-        self._run = wandb.init(project="metanudge", name=folder.name, dir=str(folder), config=config.to_dict(), resume="allow")
+        self._run = wandb.init(
+            project="metanudge",
+            name=folder.name,
+            dir=str(folder),
+            config=config.to_dict(),
+            resume="allow",
+        )
 
     def write(self, step: int, values: Values) -> None:
         self._run.log(_numbers(values), step=step)

@@ -1,4 +1,6 @@
-"""What the process says, on any terminal, file or pipe: signs that the encoding lacks are spelled out, and a lost reader ends nothing."""
+"""What the process says, on any terminal, file or pipe: signs that the encoding lacks are spelled
+out, and a lost reader ends nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from typing import Any
 from metanudge.training.errors import EXIT_CANNOT_WRITE
 
 _SPELLED = {
-    "λ": "lambda", "ν": "nu", "θ": "theta", "φ": "phi", "δ": "delta", "α": "alpha", "ε": "eps", "∇": "grad ", "σ": "sigma",
-    "→": "->", "←": "<-", "±": "+/-", "×": "x", "·": "-", "…": "...", "–": "-", "—": "-", "−": "-", "≤": "<=", "≥": ">=", "≈": "~",
+    "λ": "lambda", "ν": "nu", "θ": "theta", "φ": "phi", "δ": "delta", "α": "alpha", "ε": "eps",
+    "∇": "grad ", "σ": "sigma",
+    "→": "->", "←": "<-", "±": "+/-", "×": "x", "·": "-", "…": "...", "–": "-", "—": "-", "−": "-",
+    "≤": "<=", "≥": ">=", "≈": "~",
     "‖": "||", "²": "^2", "√": "sqrt", "‘": "'", "’": "'", "“": '"', "”": '"', "•": "*", "█": "#",
 }  # fmt: skip
 _NARROWEST = 40  # columns; with less, the flag parser's help does not come to an end
@@ -21,7 +25,9 @@ _lost: dict[int, str] = {}  # descriptor → why nothing more is written to it
 
 
 def prepare() -> None:
-    """Make standard output and error fit for everything that a command may print; called once, before anything is."""
+    """Make standard output and error fit for everything that a command may print; called once,
+    before anything is.
+    """
     for number in range(3):
         _occupy(number)
     codecs.register_error("metanudge", _spell)
@@ -34,7 +40,9 @@ def prepare() -> None:
 
 
 def finish(code: int) -> int:
-    """Write what is left; the exit code, which says so where a file or disk did not take the output."""
+    """Write what is left; the exit code, which says so where a file or disk did not take the
+    output.
+    """
     _Descriptor.goes_on = False
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -42,12 +50,16 @@ def finish(code: int) -> int:
 
 
 def going_on() -> None:
-    """From now on the command says so when nobody reads its output any more, because it works on."""
+    """From now on the command says so when nobody reads its output any more, because it works
+    on.
+    """
     _Descriptor.goes_on = True
 
 
 def _occupy(number: int) -> None:
-    """A closed standard descriptor would be given to the next file that is opened, and a stray print would end up in it."""
+    """A closed standard descriptor would be given to the next file that is opened, and a stray
+    print would end up in it.
+    """
     try:
         os.fstat(number)
     except OSError:
@@ -58,14 +70,20 @@ def _stream(old: Any, number: int) -> Any:
     if os.name == "nt" and old is not None:  # a console of its own kind, not a descriptor
         old.reconfigure(errors="metanudge")
         return old
-    kept = {name: getattr(old, name, None) for name in ("encoding", "line_buffering", "write_through")}
+    kept = {
+        name: getattr(old, name, None) for name in ("encoding", "line_buffering", "write_through")
+    }
     return io.TextIOWrapper(
-        io.BufferedWriter(_Descriptor(number)), **({"encoding": "utf-8"} if old is None else kept), errors="metanudge"
+        io.BufferedWriter(_Descriptor(number)),
+        **({"encoding": "utf-8"} if old is None else kept),
+        errors="metanudge",
     )
 
 
 class _Descriptor(io.FileIO):
-    """Standard output or error; whatever cannot be written to it any more is dropped, and said once."""
+    """Standard output or error; whatever cannot be written to it any more is dropped, and said
+    once.
+    """
 
     goes_on = False
 
@@ -77,16 +95,23 @@ class _Descriptor(io.FileIO):
         try:
             return size if number in _lost else super().write(data) or 0
         except OSError as error:
-            by_choice = isinstance(error, BrokenPipeError)  # the reader has seen enough, as in `| head`
+            # the reader has seen enough, as in `| head`
+            by_choice = isinstance(error, BrokenPipeError)
             _lost[number] = "" if by_choice else str(error)
             if number == 1 and (self.goes_on or not by_choice):
-                why = "nobody reads the output any more" if by_choice else f"the output cannot be written ({error.strerror})"
+                why = (
+                    "nobody reads the output any more"
+                    if by_choice
+                    else f"the output cannot be written ({error.strerror})"
+                )
                 print(f"metanudge: {why}; going on without it.", file=sys.stderr, flush=True)
             return size
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: what an encoding lacks, in ASCII; bytes of a file name that are no text as \\xNN."""
+    """An error handler of codecs: what an encoding lacks, in ASCII; bytes of a file name that are
+    no text as \\xNN.
+    """
     assert isinstance(error, UnicodeEncodeError)
     return "".join(map(_ascii, error.object[error.start : error.end])), error.end
 

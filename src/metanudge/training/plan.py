@@ -1,4 +1,6 @@
-"""Before the first meta-step: where a run lives and begins, and everything that could be wrong with it. Only `claim` writes."""
+"""Before the first meta-step: where a run lives and begins, and everything that could be wrong with
+it. Only `claim` writes.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,14 @@ class Plan:
     folder: Path
     saved: TrainConfig | None = None  # the configuration in the folder, for a run that goes on
     checkpoint: Checkpoint | None = None
-    named: bool = True  # the user chose the folder; where not, `claim` adds a number to a name that is taken
+    named: bool = (
+        True  # the user chose the folder; where not, `claim` adds a number to a name that is taken
+    )
 
 
 def make_plan(config: TrainConfig, resume: Path | None, group: Group, lock: RunLock) -> Plan:
-    """Where the run goes: the folder of `resume`, `--out`, or a new one; `UserError` where that cannot be.
+    """Where the run goes: the folder of `resume`, `--out`, or a new one; `UserError` where that
+    cannot be.
 
     A run that is there is locked before any of it is read, a new one by `claim`.
     """
@@ -51,12 +56,14 @@ def make_plan(config: TrainConfig, resume: Path | None, group: Group, lock: RunL
         plan = _going_on(resume, chosen, lock)
         if plan.saved is not None and config.out not in (None, plan.saved.out):
             raise UserError(
-                f"--out {config.out} and --resume {resume} contradict each other: a run goes on where it is. Leave --out out."
+                f"--out {config.out} and --resume {resume} contradict each other: a run goes on"
+                " where it is. Leave --out out."
             )
         return plan
     folder = Path(config.out).expanduser() if config.out else _default_folder(config, group)
     if group.job is not None and (folder / CONFIG).is_file() and job_of(folder) == group.job:
-        return _going_on(folder, "last", lock)  # torchrun starts the same command again after a failure
+        # torchrun starts the same command again after a failure
+        return _going_on(folder, "last", lock)
     if config.out and folder.exists():
         check_free(folder)
         _check_empty(folder)
@@ -67,12 +74,17 @@ def _going_on(folder: Path, chosen: str, lock: RunLock) -> Plan:
     """The plan for a run that is there already, all of it verified."""
     if (folder / CONFIG).is_file():
         lock.take(folder)
-    saved = read_config(folder, trust=True)  # only compared: what is built is the caller's configuration
+    # only compared: what is built is the caller's configuration
+    saved = read_config(folder, trust=True)
     checkpoint = _checkpoint(folder, chosen)
     if checkpoint is not None:
         check_config(folder, saved, checkpoint)
         _check_state(checkpoint)
-        check_metrics(folder / METRICS, size=checkpoint.state["metrics_size"], sha256=checkpoint.state.get("metrics_sha256"))
+        check_metrics(
+            folder / METRICS,
+            size=checkpoint.state["metrics_size"],
+            sha256=checkpoint.state.get("metrics_sha256"),
+        )
     return Plan(folder, saved, checkpoint)
 
 
@@ -81,15 +93,27 @@ def _check_empty(folder: Path) -> None:
         raise UserError(f"--out {folder} is a file. Give a new or empty folder.")
     found = _contents(folder)
     if found:
-        more = f", or continue the run in it: metanudge train --resume {shlex.quote(str(folder))}" if CONFIG in found else ""
-        raise UserError(f"--out {folder} is not empty (it holds {found[0]}). Give a new or empty folder{more}.")
+        more = (
+            f", or continue the run in it: metanudge train --resume {shlex.quote(str(folder))}"
+            if CONFIG in found
+            else ""
+        )
+        raise UserError(
+            f"--out {folder} is not empty (it holds {found[0]}). Give a new or empty folder{more}."
+        )
 
 
 def _contents(folder: Path) -> list[str]:
     try:
-        return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".new-") and path.name != LOCK)
+        return sorted(
+            path.name
+            for path in folder.iterdir()
+            if not path.name.startswith(".new-") and path.name != LOCK
+        )
     except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror}). Give a folder of yours.") from error
+        raise UserError(
+            f"{folder} cannot be read ({error.strerror}). Give a folder of yours."
+        ) from error
 
 
 def _default_folder(config: TrainConfig, group: Group) -> Path:
@@ -111,13 +135,16 @@ def _checkpoint(folder: Path, name: str) -> Checkpoint | None:
     except CheckpointError as error:
         if error.alternative is None:
             raise
-        command = f"metanudge train --resume {shlex.quote(str(folder / CHECKPOINTS / error.alternative))}"
+        command = (
+            f"metanudge train --resume {shlex.quote(str(folder / CHECKPOINTS / error.alternative))}"
+        )
         raise UserError(f"{error} Continue from it with: {command}") from error
 
 
 # What the state of a run's checkpoint holds, as version 0.1 and all later ones wrote it.
 _STATE: dict[str, tuple[type, ...]] = {
-    "config": (dict,), "shapes": (dict,), "optimizer": (dict,), "lrs": (list,), "best": (dict, type(None)), "chunk": (int, type(None)),
+    "config": (dict,), "shapes": (dict,), "optimizer": (dict,), "lrs": (list,), "best": (dict,
+    type(None)), "chunk": (int, type(None)),
     "tuner": (dict, type(None)), "metrics_size": (int,),
 }  # fmt: skip
 
@@ -127,25 +154,33 @@ def _check_state(checkpoint: Checkpoint) -> None:
     for name, kinds in _STATE.items():
         if name not in checkpoint.state or type(checkpoint.state[name]) not in kinds:
             raise UserError(
-                f"{checkpoint.folder} is not a run's checkpoint: {name} in its state is {reprlib.repr(checkpoint.state.get(name))}. "
-                "Resume from a folder that metanudge train wrote."
+                f"{checkpoint.folder} is not a run's checkpoint: {name} in its state is"
+                f" {reprlib.repr(checkpoint.state.get(name))}. Resume from a folder that metanudge"
+                " train wrote."
             )
 
 
 def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None:
-    """One task through the learner before anything is written: a model that does not fit the data fails here."""
+    """One task through the learner before anything is written: a model that does not fit the data
+    fails here.
+    """
     batch = source.batch([0])
     inputs, _ = batch[0].query
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = copy.deepcopy(learner.model)(inputs)  # a copy: BatchNorm would note the batch's statistics
+            # a copy: BatchNorm would note the batch's statistics
+            outputs = copy.deepcopy(learner.model)(inputs)
     except Exception as error:
-        raise UserError(f"--model {config.model} cannot take the data, inputs of shape {tuple(inputs.shape)}: {error}") from error
+        raise UserError(
+            f"--model {config.model} cannot take the data, inputs of shape {tuple(inputs.shape)}:"
+            f" {error}"
+        ) from error
     wanted = (len(inputs), source.num_outputs)
     if isinstance(outputs, Tensor) and tuple(outputs.shape) != wanted:
         raise UserError(
-            f"--model {config.model} gives outputs of shape {tuple(outputs.shape)} for {len(inputs)} examples; the tasks need {wanted}. "
-            "Give it as many outputs as there are ways (1 for regression)."
+            f"--model {config.model} gives outputs of shape {tuple(outputs.shape)} for"
+            f" {len(inputs)} examples; the tasks need {wanted}. Give it as many outputs as there"
+            " are ways (1 for regression)."
         )
     try:
         learner.meta_gradient(batch, seed=0)
@@ -167,13 +202,16 @@ def claim(plan: Plan, config: TrainConfig, lock: RunLock) -> Path:
         write_text(folder / CONFIG, dataclasses.replace(config, out=str(folder)).to_json())
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be written ({error.strerror}). Give a folder of yours on a disk with space left: --out FOLDER"
+            f"{folder} cannot be written ({error.strerror}). Give a folder of yours on a disk with"
+            " space left: --out FOLDER"
         ) from error
     return folder
 
 
 def _check_contents(folder: Path) -> None:
-    """Refuse a folder in which something else stands where the run adds to files and other packages write theirs."""
+    """Refuse a folder in which something else stands where the run adds to files and other packages
+    write theirs.
+    """
     try:
         for name in (METRICS, TIMING):
             if os.path.lexists(folder / name):
@@ -186,7 +224,9 @@ def _check_contents(folder: Path) -> None:
 
 def _make_folder(plan: Plan) -> Path:
     for number in itertools.count(1):
-        folder = plan.folder if number == 1 else plan.folder.with_name(f"{plan.folder.name}-{number}")
+        folder = (
+            plan.folder if number == 1 else plan.folder.with_name(f"{plan.folder.name}-{number}")
+        )
         try:
             folder.mkdir(parents=True, exist_ok=plan.named)
             return folder

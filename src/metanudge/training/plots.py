@@ -18,11 +18,17 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
         >>> smooth([1.0, 3.0, 5.0], 2)
         [1.0, 2.0, 4.0]
     """
-    return [sum(part) / len(part) for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))]
+    return [
+        sum(part) / len(part)
+        for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))
+    ]
 
 
-def learning_curve(rows: Sequence[dict[str, Any]], file: Path, *, title: str, test: dict[str, Any] | None = None) -> None:
-    """Draw query accuracy (loss, for regression) before and after adaptation over the meta-steps, with the validations.
+def learning_curve(
+    rows: Sequence[dict[str, Any]], file: Path, *, title: str, test: dict[str, Any] | None = None
+) -> None:
+    """Draw query accuracy (loss, for regression) before and after adaptation over the meta-steps,
+    with the validations.
 
     Args:
         rows: as `read_metrics` gives them.
@@ -51,10 +57,21 @@ def learning_curve(rows: Sequence[dict[str, Any]], file: Path, *, title: str, te
     ):
         steps, values = column(key)
         axes.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
-        axes.plot(steps, smooth(values, window), color=color, linewidth=2.0, label=f"training, {label}")
+        axes.plot(
+            steps, smooth(values, window), color=color, linewidth=2.0, label=f"training, {label}"
+        )
     steps, values = column(f"val_{quantity}")
     if steps:
-        axes.plot(steps, values, "o-", color=_VALIDATION, markersize=5, linewidth=1.2, markeredgecolor="white", label="validation")
+        axes.plot(
+            steps,
+            values,
+            "o-",
+            color=_VALIDATION,
+            markersize=5,
+            linewidth=1.2,
+            markeredgecolor="white",
+            label="validation",
+        )
     if test is not None and test.get(quantity) is not None:
         value = scale * test[quantity]
         text = f"test {value:.1f} %" if percent else f"test {value:.3g}"
@@ -64,7 +81,11 @@ def learning_curve(rows: Sequence[dict[str, Any]], file: Path, *, title: str, te
     axes.set_ylabel("query accuracy (%)" if percent else "query loss")
     if percent:
         axes.set_ylim(0, 102)
-    elif all(value > 0 for key in ("query_loss", "query_loss_before", "val_loss") for value in column(key)[1]):
+    elif all(
+        value > 0
+        for key in ("query_loss", "query_loss_before", "val_loss")
+        for value in column(key)[1]
+    ):
         axes.set_yscale("log")
     axes.grid(color=_FAINT, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -1,4 +1,6 @@
-"""Compute in a precision: float32 throughout, float32 with TF32 multiplications (on CUDA devices), or bfloat16 by autocast."""
+"""Compute in a precision: float32 throughout, float32 with TF32 multiplications (on CUDA devices),
+or bfloat16 by autocast.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ def computing_in(name: Precision, device: torch.device) -> Iterator[None]:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     try:
-        # Without the cache of cast weights: inner steps overwrite parameters in place, and a cached copy would be stale.
-        with torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False, enabled=name == "bf16"):
+        # Without the cache of cast weights: inner steps overwrite parameters in place, and a cached
+        # copy would be stale.
+        with torch.autocast(
+            device.type, dtype=torch.bfloat16, cache_enabled=False, enabled=name == "bf16"
+        ):
             yield
     finally:
         torch.set_float32_matmul_precision(before[0])

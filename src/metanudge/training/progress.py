@@ -1,4 +1,6 @@
-"""What a run shows while it goes: a live line on a terminal, a plain line every few seconds elsewhere."""
+"""What a run shows while it goes: a live line on a terminal, a plain line every few seconds
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -80,16 +82,21 @@ class ConsoleReporter:
         self._total, self._pace = total, Pace()
         if self.console.is_terminal:
             self._live = Progress(
-                TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[news]}"),
+                TextColumn("[bold]{task.description}"), BarColumn(bar_width=24),
+                MofNCompleteColumn(), TextColumn("{task.fields[news]}"),
                 console=self.console, refresh_per_second=8,
             )  # fmt: skip
             self._bar = self._live.add_task("meta-steps", total=total, completed=done, news="")
             self._live.start()
 
     def step(self, done: int, values: dict[str, Any]) -> None:
-        """Move the bar; without a terminal, print a line every few seconds and at every validation."""
+        """Move the bar; without a terminal, print a line every few seconds and at every
+        validation.
+        """
         self._pace.tick()
-        self._measured |= {name: value for name, value in values.items() if name.startswith(("query_", "lam"))}
+        self._measured |= {
+            name: value for name, value in values.items() if name.startswith(("query_", "lam"))
+        }
         values = self._measured | values  # not every meta-step measures them
         text = f"{self._pace.describe(self._total - done)} · {describe(values)}"
         if self._live is not None and self._bar is not None:
@@ -98,13 +105,19 @@ class ConsoleReporter:
                 self._live.console.print(f"step {done}/{self._total} · {_escape(describe(values))}")
             return
         now = time.monotonic()
-        if now - self._last_line >= _SECONDS_BETWEEN_LINES or "val_loss" in values or done == self._total:
+        if (
+            now - self._last_line >= _SECONDS_BETWEEN_LINES
+            or "val_loss" in values
+            or done == self._total
+        ):
             self._last_line = now
             self.console.print(f"step {done}/{self._total} · {_escape(text)}")
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar."""
-        (self._live.console if self._live is not None else self.console).print(f"[yellow]note[/] {_escape(text)}")
+        (self._live.console if self._live is not None else self.console).print(
+            f"[yellow]note[/] {_escape(text)}"
+        )
 
     def end(self) -> None:
         """Leave the bar as it stands."""
@@ -161,7 +174,9 @@ def describe(values: dict[str, Any]) -> str:
 
 
 def memory_used(device: torch.device) -> int | None:
-    """Bytes: the peak on a GPU, the resident set of the process on a CPU; None where the system does not tell."""
+    """Bytes: the peak on a GPU, the resident set of the process on a CPU; None where the system
+    does not tell.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

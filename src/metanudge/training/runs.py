@@ -1,6 +1,6 @@
 """The folder of a run, and how a configuration becomes a data source and a learner.
 
-RUN/config.json        the configuration, with a seal; `metanudge train --config` repeats it, `--resume RUN` continues it
+RUN/config.json        the configuration; `train --config` repeats it, `--resume RUN` goes on
 RUN/metrics.jsonl      one line per meta-step; the same run gives the same bytes
 RUN/timing.jsonl       seconds and memory of the meta-steps: what differs from machine to machine
 RUN/checkpoints/       see `metanudge.training.checkpoint`
@@ -47,13 +47,19 @@ from metanudge.training.upgrade import upgrade
 CONFIG, METRICS, TIMING, SUMMARY, CURVE, CHECKPOINTS = (
     "config.json", "metrics.jsonl", "timing.jsonl", "summary.json", "curve.png", "checkpoints",
 )  # fmt: skip
-_SOURCES: dict[str, type[Episodes]] = {"mnist1d": tasks.MNIST1D, "omniglot": tasks.Omniglot, "sinusoid": tasks.Sinusoid}
+_SOURCES: dict[str, type[Episodes]] = {
+    "mnist1d": tasks.MNIST1D,
+    "omniglot": tasks.Omniglot,
+    "sinusoid": tasks.Sinusoid,
+}
 _OWN_FLAGS = ("ways", "shots", "queries", "seed", "device", "dtype")
 
 
 @dataclass(frozen=True)
 class DataShapes:
-    """What a checkpoint remembers of the data, so that a model can be built without them and inputs be prepared as in training."""
+    """What a checkpoint remembers of the data, so that a model can be built without them and inputs
+    be prepared as in training.
+    """
 
     kind: Literal["classification", "regression"]
     num_outputs: int
@@ -69,24 +75,42 @@ class DataShapes:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; what there is none of is left out."""
-        values: dict[str, Any] = {"kind": self.kind, "num_outputs": self.num_outputs, "input_shape": list(self.input_shape)}
+        values: dict[str, Any] = {
+            "kind": self.kind,
+            "num_outputs": self.num_outputs,
+            "input_shape": list(self.input_shape),
+        }
         if self.columns is not None:
             values["columns"] = list(self.columns)
         if self.standardisation is not None:
-            values |= {"mean": list(self.standardisation.mean), "scale": list(self.standardisation.scale)}
+            values |= {
+                "mean": list(self.standardisation.mean),
+                "scale": list(self.standardisation.scale),
+            }
         return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DataShapes:
         """From `to_dict`'s result."""
         columns = tuple(values["columns"]) if "columns" in values else None
-        standardisation = Standardisation(tuple(values["mean"]), tuple(values["scale"])) if "mean" in values else None
-        return cls(values["kind"], values["num_outputs"], tuple(values["input_shape"]), columns, standardisation)
+        standardisation = (
+            Standardisation(tuple(values["mean"]), tuple(values["scale"]))
+            if "mean" in values
+            else None
+        )
+        return cls(
+            values["kind"],
+            values["num_outputs"],
+            tuple(values["input_shape"]),
+            columns,
+            standardisation,
+        )
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was trained: its configuration, the learner with the checkpoint's weights, and the checkpoint.
+    """A run that was trained: its configuration, the learner with the checkpoint's weights, and the
+    checkpoint.
 
     Attributes:
         folder: of the run.
@@ -113,25 +137,37 @@ class Run:
         return precision(self.config, next(self.learner.parameters()).device)
 
 
-def load(run: str | os.PathLike[str], *, checkpoint: str = "best", device: Device | None = None, trust: bool = False) -> Run:
-    """A run from its folder, with the weights of a checkpoint: `"best"` (the last where there is none), `"last"`, or a name.
+def load(
+    run: str | os.PathLike[str],
+    *,
+    checkpoint: str = "best",
+    device: Device | None = None,
+    trust: bool = False,
+) -> Run:
+    """A run from its folder, with the weights of a checkpoint: `"best"` (the last where there is
+    none), `"last"`, or a name.
 
     Args:
         run: the folder that `metanudge train` wrote.
         checkpoint: which weights.
         device: "cpu", "cuda" or "auto"; the run's own when None.
-        trust: import the code that the run's configuration names, where its model is not one of ours (module:attribute).
+        trust: import the code that the run's configuration names, where its model is not one of
+            ours (module:attribute).
 
-    Raises `UserError` where there is no such run, and `CheckpointError` where a checkpoint is damaged.
+    Raises `UserError` where there is no such run, and `CheckpointError` where a checkpoint is
+    damaged.
     """
     folder = Path(run)
-    config = read_config(folder, trust=trust, but=("wandb",))  # nothing is sent where nothing is trained
+    # nothing is sent where nothing is trained
+    config = read_config(folder, trust=trust, but=("wandb",))
     if device is not None:
         config = dataclasses.replace(config, device=device)
     store = CheckpointStore(folder / CHECKPOINTS)
     entries = store.list()
     if not entries:
-        raise UserError(f"{folder} holds no checkpoint yet. Continue it with: metanudge train --resume {folder}")
+        raise UserError(
+            f"{folder} holds no checkpoint yet. Continue it with: metanudge train --resume {folder}"
+        )
     if checkpoint == "best" and not any(entry.best for entry in entries):
         checkpoint = "last"
     state = store.load(int(checkpoint) if re.fullmatch("[0-9]{1,18}", checkpoint) else checkpoint)
@@ -140,7 +176,8 @@ def load(run: str | os.PathLike[str], *, checkpoint: str = "best", device: Devic
         shapes = DataShapes.from_dict(state.state["shapes"])
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"{state.folder} does not say what the data looked like ({error!r}). Give a folder that metanudge train wrote."
+            f"{state.folder} does not say what the data looked like ({error!r}). Give a folder that"
+            " metanudge train wrote."
         ) from error
     learner = build_learner(config, shapes)
     load_weights(learner, state)
@@ -148,47 +185,78 @@ def load(run: str | os.PathLike[str], *, checkpoint: str = "best", device: Devic
 
 
 def read_config(folder: Path, *, trust: bool = False, but: Collection[str] = ()) -> TrainConfig:
-    """The configuration of a run folder; without `trust`, settings that import code or send data away are refused (see `check_trust`)."""
+    """The configuration of a run folder; without `trust`, settings that import code or send data
+    away are refused (see `check_trust`).
+    """
     file = folder / CONFIG
     if not folder.is_dir():
         raise UserError(f"There is no run {folder}. Give the folder that metanudge train wrote.")
     if not os.path.lexists(file):
-        raise UserError(f"{folder} is not a run: it has no {CONFIG}. Give the folder that metanudge train wrote.")
+        raise UserError(
+            f"{folder} is not a run: it has no {CONFIG}. Give the folder that metanudge train"
+            " wrote."
+        )
     try:
         config = TrainConfig.read(file)
     except ChangedError as changed:
         with suppress(CheckpointError):
-            check_config(folder, changed.config, CheckpointStore(folder / CHECKPOINTS).load(), may_change=())
+            check_config(
+                folder, changed.config, CheckpointStore(folder / CHECKPOINTS).load(), may_change=()
+            )
         raise
     if not trust:
         check_trust(config, file, but=but)
     return config
 
 
-def check_config(folder: Path, config: TrainConfig, checkpoint: Checkpoint, *, may_change: Collection[str] = MAY_CHANGE) -> None:
-    """Refuse a configuration that is not the one its checkpoint was made with, by the settings that differ."""
-    copy, where = checkpoint.state.get("config"), f"{checkpoint.folder}: the configuration in its state"
+def check_config(
+    folder: Path,
+    config: TrainConfig,
+    checkpoint: Checkpoint,
+    *,
+    may_change: Collection[str] = MAY_CHANGE,
+) -> None:
+    """Refuse a configuration that is not the one its checkpoint was made with, by the settings that
+    differ.
+    """
+    copy, where = (
+        checkpoint.state.get("config"),
+        f"{checkpoint.folder}: the configuration in its state",
+    )
     if not isinstance(copy, dict):
         return  # saved by a program that keeps its configuration elsewhere
-    copied = TrainConfig.from_dict(upgrade(copy, checkpoint.state.get("version"), where=where), where=where)
-    changed = {name: values for name, values in copied.differences(config).items() if name not in (*may_change, "out")}
+    copied = TrainConfig.from_dict(
+        upgrade(copy, checkpoint.state.get("version"), where=where), where=where
+    )
+    changed = {
+        name: values
+        for name, values in copied.differences(config).items()
+        if name not in (*may_change, "out")
+    }
     if changed:
-        detail = "; ".join(f"{name} was {was!r}, now {now!r}" for name, (was, now) in changed.items())
+        detail = "; ".join(
+            f"{name} was {was!r}, now {now!r}" for name, (was, now) in changed.items()
+        )
         raise UserError(
-            f"{folder / CONFIG} was changed after the run wrote it ({detail}), so the run is not what it says. Put back what was there; "
-            f"for a run with other settings: metanudge train --config {shlex.quote(str(folder / CONFIG))} with flags, and another --out."
+            f"{folder / CONFIG} was changed after the run wrote it ({detail}), so the run is not"
+            " what it says. Put back what was there; for a run with other settings: metanudge"
+            f" train --config {shlex.quote(str(folder / CONFIG))} with flags, and another --out."
         )
 
 
 def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights (and stiffness) into a learner; `UserError` names what differs where they do not fit."""
+    """Put a checkpoint's weights (and stiffness) into a learner; `UserError` names what differs
+    where they do not fit.
+    """
     for part, module in weights_of(learner).items():
         _load_part(module, part, checkpoint)
 
 
 def weights_of(learner: MetaLearner) -> dict[str, nn.Module]:
     """What a checkpoint holds of a learner: the model, and log λ where it is learned."""
-    return {"model": learner.model} | ({} if learner.log_lam is None else {"log_lam": learner.log_lam})
+    return {"model": learner.model} | (
+        {} if learner.log_lam is None else {"log_lam": learner.log_lam}
+    )
 
 
 def _load_part(module: nn.Module, part: str, checkpoint: Checkpoint) -> None:
@@ -200,7 +268,11 @@ def _load_part(module: nn.Module, part: str, checkpoint: Checkpoint) -> None:
         if name in saved and saved[name].shape != own[name].shape
     ]
     if missing or unknown or reshaped:
-        parts = [("not in the checkpoint", missing), ("only in the checkpoint", unknown), ("of another shape", reshaped)]
+        parts = [
+            ("not in the checkpoint", missing),
+            ("only in the checkpoint", unknown),
+            ("of another shape", reshaped),
+        ]
         detail = "; ".join(f"{what}: {some(names, 3)}" for what, names in parts if names)
         what = "model" if part == "model" else "learned stiffness"
         raise UserError(
@@ -210,7 +282,8 @@ def _load_part(module: nn.Module, part: str, checkpoint: Checkpoint) -> None:
     module.load_state_dict(saved)
 
 
-# --- From a configuration to objects ---------------------------------------------------------------------------------
+# --- From a configuration to objects
+# ---------------------------------------------------------------------------------
 
 
 def choose_device(config: TrainConfig) -> torch.device:
@@ -218,15 +291,21 @@ def choose_device(config: TrainConfig) -> torch.device:
     return device_called(config.device)
 
 
-def build_source(config: TrainConfig, *, device: torch.device | None = None, remembered: DataShapes | None = None) -> Episodes:
-    """The episodes that a configuration describes; with what a checkpoint remembers of the data, prepared as for it."""
+def build_source(
+    config: TrainConfig, *, device: torch.device | None = None, remembered: DataShapes | None = None
+) -> Episodes:
+    """The episodes that a configuration describes; with what a checkpoint remembers of the data,
+    prepared as for it.
+    """
     place = device if device is not None else choose_device(config)
     dtype = getattr(torch, config.dtype)
     make, declared, what = _source_factory(config.data)
     raw = split_options(config.data_options, "--data-options")
     for key in raw:
         if key in _OWN_FLAGS:
-            raise UserError(f"--data-options: {key} has a flag of its own. Use {flag(key)} {raw[key]}.")
+            raise UserError(
+                f"--data-options: {key} has a flag of its own. Use {flag(key)} {raw[key]}."
+            )
     options = convert(raw, declared, "--data-options", f"of {what}")
     if remembered is not None:
         options = _as_remembered(options, declared, remembered)
@@ -234,7 +313,10 @@ def build_source(config: TrainConfig, *, device: torch.device | None = None, rem
         value = getattr(config, name)
         if value is not None:
             if name == "ways" and what == "sinusoid":
-                raise UserError(f"--ways {value}: sinusoid tasks are regression and have no classes. Leave --ways out.")
+                raise UserError(
+                    f"--ways {value}: sinusoid tasks are regression and have no classes. Leave"
+                    " --ways out."
+                )
             options[name] = value
     try:
         source = make(**options, seed=config.seed, device=place, dtype=dtype)
@@ -244,15 +326,22 @@ def build_source(config: TrainConfig, *, device: torch.device | None = None, rem
         raise UserError(f"{config.data} cannot be read: {error}") from error
     except DownloadError as error:
         raise UserError(
-            f"{config.data}: {error} On the command line, root is --data-options root=FOLDER. Where there is a network, "
-            f"metanudge data fetch {normal(config.data)} gets the files and says where they are."
+            f"{config.data}: {error} On the command line, root is --data-options root=FOLDER. Where"
+            f" there is a network, metanudge data fetch {normal(config.data)} gets the files and"
+            " says where they are."
         ) from error
     return source
 
 
 def check_splits(config: TrainConfig, source: Episodes) -> None:
-    """Draw one task of every split that the run will use, so that a split without enough classes is refused at the start."""
-    needed = [("train", True, ""), ("val", config.eval_every > 0, "--eval-every 0"), ("test", config.test_tasks > 0, "--test-tasks 0")]
+    """Draw one task of every split that the run will use, so that a split without enough classes is
+    refused at the start.
+    """
+    needed = [
+        ("train", True, ""),
+        ("val", config.eval_every > 0, "--eval-every 0"),
+        ("test", config.test_tasks > 0, "--test-tasks 0"),
+    ]
     for split, used, off in needed:
         if used:
             try:
@@ -266,8 +355,8 @@ def _source_factory(data: str) -> tuple[Callable[..., Episodes], Any, str]:
     """What makes the source, what declares its options, and its name."""
     if not data:
         raise UserError(
-            "What should be trained on? Name the data: metanudge train mnist1d (or omniglot, sinusoid, a folder with one sub-folder "
-            "per class, a .csv file)."
+            "What should be trained on? Name the data: metanudge train mnist1d (or omniglot,"
+            " sinusoid, a folder with one sub-folder per class, a .csv file)."
         )
     names = {normal(name): name for name in _SOURCES}
     if normal(data) in names:
@@ -278,10 +367,16 @@ def _source_factory(data: str) -> tuple[Callable[..., Episodes], Any, str]:
         return lambda **o: tasks.Labelled.from_folder(path, **o), _folder_options, "a folder"
     if path.is_file():
         if path.suffix.lower() not in (".csv", ".tsv"):
-            raise UserError(f"{path} is a file, but not a .csv. Give a folder with one sub-folder per class, or a .csv file.")
+            raise UserError(
+                f"{path} is a file, but not a .csv. Give a folder with one sub-folder per class, or"
+                " a .csv file."
+            )
         return lambda **o: tasks.Labelled.from_csv(path, **o), _csv_options, "a .csv file"
     if os.sep in data or path.suffix:
-        raise UserError(f"There is no file or folder {data}. Give a folder with one sub-folder per class, or a .csv file.")
+        raise UserError(
+            f"There is no file or folder {data}. Give a folder with one sub-folder per class, or a"
+            " .csv file."
+        )
     known(data, _SOURCES, "data", "data set or folder")
     raise AssertionError("unreachable")
 
@@ -312,7 +407,9 @@ def _csv_options(
 
 
 def _as_remembered(options: dict[str, Any], declared: Any, shapes: DataShapes) -> dict[str, Any]:
-    """The options of a folder or table such that its examples are prepared as those of a checkpoint were."""
+    """The options of a folder or table such that its examples are prepared as those of a checkpoint
+    were.
+    """
     if declared not in (_csv_options, _folder_options):
         return options
     fixed: dict[str, Any] = {} if shapes.columns is None else {"features": shapes.columns}
@@ -327,13 +424,20 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
     `shapes` is an episode source, or anything else that says what the tasks look like.
     """
     device = choose_device(config)
-    solver, estimator = specs.build_solver(config.solver, shapes.kind), specs.build_estimator(config.estimator)
+    solver, estimator = (
+        specs.build_solver(config.solver, shapes.kind),
+        specs.build_estimator(config.estimator),
+    )
     # Weights are drawn on the CPU, so that they are the same wherever the run goes.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(config.seed, 1))
         model = specs.build_model(config.model, shapes)
     model = model.to(device, getattr(torch, config.dtype)).train()
-    loss = torch.nn.functional.cross_entropy if shapes.kind == "classification" else torch.nn.functional.mse_loss
+    loss = (
+        torch.nn.functional.cross_entropy
+        if shapes.kind == "classification"
+        else torch.nn.functional.mse_loss
+    )
     try:
         estimator.check(solver)
         learner = MetaLearner(
@@ -361,7 +465,9 @@ def _as_flags(message: str) -> str:
 
 
 def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
-    """The configuration with every choice written out in one fixed way: specs canonical, `auto` decided, paths absolute."""
+    """The configuration with every choice written out in one fixed way: specs canonical, `auto`
+    decided, paths absolute.
+    """
     data = config.data
     data = normal(data) if normal(data) in _SOURCES else str(Path(data).expanduser().resolve())
     return dataclasses.replace(
@@ -370,7 +476,9 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
         ways=source.ways if source.kind == "classification" else None,
         shots=source.shots,
         queries=source.queries,
-        data_options=_all_options(dataclasses.replace(config, data_options=_with_image_size(config, source))),
+        data_options=_all_options(
+            dataclasses.replace(config, data_options=_with_image_size(config, source))
+        ),
         model=str(specs.parse_model(config.model, source)),
         solver=str(specs.parse_solver(config.solver, source.kind)),
         estimator=str(specs.parse_estimator(config.estimator)),
@@ -379,8 +487,14 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
 
 
 def _with_image_size(config: TrainConfig, source: Episodes) -> str:
-    """The data's options with the size and channels that were decided for the pictures of a folder."""
-    if normal(config.data) in _SOURCES or not Path(config.data).expanduser().is_dir() or not is_picture(source.input_shape):
+    """The data's options with the size and channels that were decided for the pictures of a
+    folder.
+    """
+    if (
+        normal(config.data) in _SOURCES
+        or not Path(config.data).expanduser().is_dir()
+        or not is_picture(source.input_shape)
+    ):
         return config.data_options
     given = split_options(config.data_options, "--data-options")
     channels, height, width = source.input_shape
@@ -392,11 +506,26 @@ def _with_image_size(config: TrainConfig, source: Episodes) -> str:
 
 
 def _all_options(config: TrainConfig) -> str:
-    """Every data option that has a value: what a later version does by default changes no recorded run."""
+    """Every data option that has a value: what a later version does by default changes no recorded
+    run.
+    """
     _, declared, what = _source_factory(config.data)
-    given = convert(split_options(config.data_options, "--data-options"), declared, "--data-options", f"of {what}")
-    defaults = {n: p.default for n, p in inspect.signature(declared).parameters.items() if n not in _OWN_FLAGS}
-    return ",".join(f"{name}={show(value)}" for name, value in (defaults | given).items() if value is not None or name in given)
+    given = convert(
+        split_options(config.data_options, "--data-options"),
+        declared,
+        "--data-options",
+        f"of {what}",
+    )
+    defaults = {
+        n: p.default
+        for n, p in inspect.signature(declared).parameters.items()
+        if n not in _OWN_FLAGS
+    }
+    return ",".join(
+        f"{name}={show(value)}"
+        for name, value in (defaults | given).items()
+        if value is not None or name in given
+    )
 
 
 def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
@@ -404,4 +533,14 @@ def precision(config: TrainConfig, device: torch.device) -> AbstractContextManag
     return computing_in(config.precision, device)
 
 
-__all__ = ["CheckpointError", "Run", "build_learner", "build_source", "choose_device", "load", "precision", "read_config", "resolve"]
+__all__ = [
+    "CheckpointError",
+    "Run",
+    "build_learner",
+    "build_source",
+    "choose_device",
+    "load",
+    "precision",
+    "read_config",
+    "resolve",
+]

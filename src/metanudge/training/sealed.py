@@ -11,7 +11,8 @@ SEAL = "sha256"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text in UTF-8; `ValueError` for anything doubtful: NaN, a key given twice, nesting without end.
+    """The value of a JSON text in UTF-8; `ValueError` for anything doubtful: NaN, a key given
+    twice, nesting without end.
 
     Example:
         >>> parse_json('{"lam": 2, "lam": 3}')
@@ -19,7 +20,11 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: 'lam' is given twice
     """
     try:
-        return json.loads(text if isinstance(text, str) else text.decode(), parse_constant=_no_number, object_pairs_hook=_unique)
+        return json.loads(
+            text if isinstance(text, str) else text.decode(),
+            parse_constant=_no_number,
+            object_pairs_hook=_unique,
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -31,7 +36,9 @@ def seal(document: Mapping[str, Any], *, indent: int) -> str:
 
 def is_intact(document: Mapping[str, Any], *, indent: int) -> bool:
     """Whether a sealed document, read from its file, still holds what was sealed."""
-    return document.get(SEAL) == _digest({key: value for key, value in document.items() if key != SEAL}, indent)
+    return document.get(SEAL) == _digest(
+        {key: value for key, value in document.items() if key != SEAL}, indent
+    )
 
 
 def _digest(document: Mapping[str, Any], indent: int) -> str:

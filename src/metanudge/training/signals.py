@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM: what can be done again is broken off, a run is saved, the exit code is 130 or 143. Ctrl-C twice leaves at once."""
+"""SIGINT and SIGTERM: what can be done again is broken off, a run is saved, the exit code is 130 or
+143. Ctrl-C twice leaves at once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from typing import Any
 from metanudge.training.errors import EXIT_SIGINT, EXIT_SIGTERM
 
 CODES = {int(signal.SIGINT): EXIT_SIGINT, int(signal.SIGTERM): EXIT_SIGTERM}
-PATIENCE = 2.0  # seconds in which a meta-step or a batch of tasks may end by itself before it is broken off
+# seconds in which a meta-step or a batch of tasks may end by itself before it is broken off
+PATIENCE = 2.0
 _AGAIN = 0.5  # seconds between two tries to break off: callbacks from C may lose an exception
 
 
@@ -32,11 +35,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Remembers that somebody asked the program to stop; handlers are in place inside the `with` block.
+    """Remembers that somebody asked the program to stop; handlers are in place inside the `with`
+    block.
 
     Attributes:
         signal: its number; None where nobody asked.
-        patience: so many seconds after a signal `Interrupted` is raised; None: never, it is only remembered.
+        patience: so many seconds after a signal `Interrupted` is raised; None: never, it is only
+            remembered.
 
     Example:
         >>> with StopRequest() as stop:
@@ -60,7 +65,8 @@ class StopRequest:
 
     @contextmanager
     def interruptible(self, patience: float = 0.0) -> Iterator[None]:
-        """A block with a patience of its own: a signal raises `Interrupted`, unless the block ends by itself before.
+        """A block with a patience of its own: a signal raises `Interrupted`, unless the block ends
+        by itself before.
 
         Example:
             >>> try:
@@ -78,11 +84,17 @@ class StopRequest:
             self.patience = before
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+        # Python allows handlers nowhere else
+        if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in CODES}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._timer is not None:
             signal.setitimer(signal.ITIMER_REAL, *self._timer)
         for number, handler in self._before.items():
@@ -100,11 +112,17 @@ class StopRequest:
     def _come_back(self) -> None:
         """Have the system call again and again until the block has ended."""
         if hasattr(signal, "setitimer"):
-            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda _, frame: self._break_off(frame))
+            self._before[signal.SIGALRM] = signal.signal(
+                signal.SIGALRM, lambda _, frame: self._break_off(frame)
+            )
             self._timer = signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
 
     def _break_off(self, frame: FrameType | None) -> None:
-        if self.signal is None or self.patience is None or time.monotonic() - self._since < self.patience:
+        if (
+            self.signal is None
+            or self.patience is None
+            or time.monotonic() - self._since < self.patience
+        ):
             return
         if isinstance(sys.exception(), Interrupted):  # on its way out: what cleans up shall end
             return
@@ -114,7 +132,9 @@ class StopRequest:
 
 
 def _importing(frame: FrameType | None) -> bool:
-    """Whether a module is being loaded, where an exception may leave torch in pieces that abort the process."""
+    """Whether a module is being loaded, where an exception may leave torch in pieces that abort the
+    process.
+    """
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None

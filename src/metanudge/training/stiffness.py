@@ -11,7 +11,9 @@ from metanudge.learner import MetaLearner
 
 
 def stiffness(learner: MetaLearner) -> dict[str, float]:
-    """λ where it is learned: `lam`, or `lam.NAME` for each tensor (the geometric mean of its entries); nothing where it is fixed."""
+    """λ where it is learned: `lam`, or `lam.NAME` for each tensor (the geometric mean of its
+    entries); nothing where it is fixed.
+    """
     if learner.log_lam is None:
         return {}
     named = dict(learner.log_lam.named_parameters())
@@ -24,7 +26,8 @@ def describe_stiffness(values: Mapping[str, Any]) -> str | None:
     """The λ among a meta-step's values in a word; None where there is none.
 
     Example:
-        >>> describe_stiffness({"lam": 1.5}), describe_stiffness({"lam.0.weight": 0.5, "lam.0.bias": 3.25, "residual": 9.0})
+        >>> (describe_stiffness({"lam": 1.5}),
+        ...     describe_stiffness({"lam.0.weight": 0.5, "lam.0.bias": 3.25, "residual": 9.0}))
         ('λ 1.5', 'λ 0.5–3.25')
     """
     found = [value for name, value in values.items() if name == "lam" or name.startswith("lam.")]

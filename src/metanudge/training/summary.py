@@ -1,4 +1,6 @@
-"""What a run tells: the facts at its start; the test's result, summary.json and the learning curve at its end."""
+"""What a run tells: the facts at its start; the test's result, summary.json and the learning curve
+at its end.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,17 @@ Table = list[tuple[str, str]]
 
 def facts(config: TrainConfig, source: Episodes, learner: MetaLearner, group: Group) -> Table:
     """What is being trained, how and on what."""
-    shape = f"{source.ways}-way {source.shots}-shot, {source.queries} queries" if source.kind == "classification" else (
-        f"regression, {source.shots} support and {source.queries} query points"
-    )  # fmt: skip
+    shape = f"regression, {source.shots} support and {source.queries} query points"
+    if source.kind == "classification":
+        shape = f"{source.ways}-way {source.shots}-shot, {source.queries} queries"
     device, own = choose_device(config), group.slice(config.tasks)
     engine, why = learner.choose_engine(source.batch(range(max(1, len(own)))))
     threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {threads} thread{'s' * (threads > 1)}"
+    )
     plain = config.precision == "fp32" or (config.precision == "tf32" and device.type == "cpu")
     where = f"{name}, {config.dtype}" + ("" if plain else f", {config.precision}")
     return [
@@ -61,8 +67,14 @@ def describe_inputs(source: Episodes) -> str:
 
 
 def tested(result: Evaluation) -> dict[str, Any]:
-    """The test's result as JSON values, with 95 % confidence intervals over the tasks; None for what is not finite."""
-    loss_ci = float(1.96 * result.loss.std() / math.sqrt(len(result.loss))) if len(result.loss) > 1 else math.nan
+    """The test's result as JSON values, with 95 % confidence intervals over the tasks; None for
+    what is not finite.
+    """
+    loss_ci = (
+        float(1.96 * result.loss.std() / math.sqrt(len(result.loss)))
+        if len(result.loss) > 1
+        else math.nan
+    )
     values = {
         "tasks": len(result.loss),
         "loss": result.mean_loss,
@@ -72,7 +84,10 @@ def tested(result: Evaluation) -> dict[str, Any]:
         "accuracy_ci95": result.accuracy_ci95,
         "accuracy_before": float(result.accuracy_before.mean()),
     }
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,13 @@ class Outcome:
 
 
 def write_summary(
-    folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner, *, processes: int, note: Callable[[str], None]
+    folder: Path,
+    config: TrainConfig,
+    outcome: Outcome,
+    learner: MetaLearner,
+    *,
+    processes: int,
+    note: Callable[[str], None],
 ) -> None:
     """Write summary.json, sealed, and the learning curve."""
     best = outcome.best
@@ -113,7 +134,9 @@ def write_summary(
     }
     write_text(folder / SUMMARY, seal(summary, indent=2))
     title = f"{Path(config.data).name} · {config.model.split(':')[0]} · {config.estimator}"
-    learning_curve(read_metrics(folder / METRICS, note=note), folder / CURVE, title=title, test=outcome.test)
+    learning_curve(
+        read_metrics(folder / METRICS, note=note), folder / CURVE, title=title, test=outcome.test
+    )
 
 
 def check_summary(folder: Path, note: Callable[[str], None]) -> None:
@@ -123,20 +146,39 @@ def check_summary(folder: Path, note: Callable[[str], None]) -> None:
         return
     try:
         summary = parse_json(read_bytes(file))
-        sound = isinstance(summary, dict) and (is_intact(summary, indent=2) if SEAL in summary else "version" in summary)
+        sound = isinstance(summary, dict) and (
+            is_intact(summary, indent=2) if SEAL in summary else "version" in summary
+        )
     except (OSError, ValueError):
         sound = False
     if not sound:
-        note(f"{file} was changed after the run wrote it: do not rely on its numbers. The end of this run writes it anew.")
+        note(
+            f"{file} was changed after the run wrote it: do not rely on its numbers. The end of"
+            " this run writes it anew."
+        )
 
 
-def result_table(folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner) -> Table:
+def result_table(
+    folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner
+) -> Table:
     """The result for the screen."""
     best, test = outcome.best, outcome.test
-    lines = [("meta-steps", f"{outcome.step} in {clock(outcome.seconds)}" + (" (this part of the run)" if outcome.resumed else ""))]
+    lines = [
+        (
+            "meta-steps",
+            f"{outcome.step} in {clock(outcome.seconds)}"
+            + (" (this part of the run)" if outcome.resumed else ""),
+        )
+    ]
     if best is not None:
-        good = f"{best['accuracy']:.2%}" if best["accuracy"] is not None else f"loss {best['loss']:.4g}"
-        lines.append(("best validation", f"{good} at step {best['step']} ({config.eval_tasks} tasks)"))
+        good = (
+            f"{best['accuracy']:.2%}"
+            if best["accuracy"] is not None
+            else f"loss {best['loss']:.4g}"
+        )
+        lines.append(
+            ("best validation", f"{good} at step {best['step']} ({config.eval_tasks} tasks)")
+        )
     if test is not None:
         if test["accuracy"] is not None:
             accuracy = f"{test['accuracy']:.2%} ± {test['accuracy_ci95'] or math.nan:.2%}"
@@ -159,9 +201,14 @@ def _term(config: TrainConfig, learner: MetaLearner) -> str:
     problem = learner.problem()
     text = f"λ = {config.lam:g}"
     if learner.log_lam is not None:
-        text += " to begin with, learned" + ("" if config.learn_lam == "scalar" else f" per {config.learn_lam}")
+        text += " to begin with, learned" + (
+            "" if config.learn_lam == "scalar" else f" per {config.learn_lam}"
+        )
     if problem.shared:
-        text += f"; {sum(p.numel() for p in problem.parameters.values()):,} adapt ({config.adapt}), the others are shared"
+        text += (
+            f"; {sum(p.numel() for p in problem.parameters.values()):,} adapt ({config.adapt}), the"
+            " others are shared"
+        )
     return text
 
 

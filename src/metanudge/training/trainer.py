@@ -1,4 +1,6 @@
-"""`train`: from a configuration to a finished run. Everything is checked before anything is written."""
+"""`train`: from a configuration to a finished run. Everything is checked before anything is
+written.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import torch
 
 from metanudge.training import specs
 from metanudge.training.config import MAY_CHANGE, TrainConfig
-from metanudge.training.continuing import check_data, check_unchanged, load_optimizer, say_what_differs
+from metanudge.training.continuing import (
+    check_data,
+    check_unchanged,
+    load_optimizer,
+    say_what_differs,
+)
 from metanudge.training.distributed import Group
 from metanudge.training.divergence import check_steps
 from metanudge.training.environment import environment
@@ -21,15 +28,32 @@ from metanudge.training.memory import check_data_fits, check_solves_fit
 from metanudge.training.metrics import check_sinks
 from metanudge.training.plan import claim, make_plan, try_out
 from metanudge.training.progress import ConsoleReporter, Quiet, Reporter
-from metanudge.training.runs import DataShapes, build_learner, build_source, check_splits, choose_device, load_weights, precision, resolve
+from metanudge.training.runs import (
+    DataShapes,
+    build_learner,
+    build_source,
+    check_splits,
+    choose_device,
+    load_weights,
+    precision,
+    resolve,
+)
 from metanudge.training.signals import StopRequest
 from metanudge.training.summary import check_summary
 
 
-def train(config: TrainConfig, *, resume: Path | None = None, reporter: Reporter | None = None, allow_changed_data: bool = False) -> int:
-    """Train as configured, or continue the run in the folder `resume` (also on data that have changed, if allowed); returns 0.
+def train(
+    config: TrainConfig,
+    *,
+    resume: Path | None = None,
+    reporter: Reporter | None = None,
+    allow_changed_data: bool = False,
+) -> int:
+    """Train as configured, or continue the run in the folder `resume` (also on data that have
+    changed, if allowed); returns 0.
 
-    Raises `UserError` for what the user can put right (nothing is written then), `StopTraining` where a run ends early.
+    Raises `UserError` for what the user can put right (nothing is written then), `StopTraining`
+    where a run ends early.
     """
     with StopRequest() as stop:
         stop.patience = 0.0  # until something is written
@@ -43,14 +67,26 @@ def train(config: TrainConfig, *, resume: Path | None = None, reporter: Reporter
 
 
 def _train(
-    config: TrainConfig, resume: Path | None, group: Group, stop: StopRequest, reporter: Reporter, lock: RunLock, allow_changed_data: bool
+    config: TrainConfig,
+    resume: Path | None,
+    group: Group,
+    stop: StopRequest,
+    reporter: Reporter,
+    lock: RunLock,
+    allow_changed_data: bool,
 ) -> int:
     config.check()
     device = choose_device(config)
     plan = group.share(lambda: make_plan(config, resume, group, lock))
     check_sinks(config)
-    remembered = DataShapes.from_dict(plan.checkpoint.state["shapes"]) if plan.checkpoint is not None else None
-    source = group.one_after_the_other(lambda: build_source(config, device=device, remembered=remembered))
+    remembered = (
+        DataShapes.from_dict(plan.checkpoint.state["shapes"])
+        if plan.checkpoint is not None
+        else None
+    )
+    source = group.one_after_the_other(
+        lambda: build_source(config, device=device, remembered=remembered)
+    )
     tasks = len(group.slice(config.tasks))
     check_data_fits(config, source, tasks)
     check_splits(config, source)
@@ -66,7 +102,9 @@ def _train(
     check_solves_fit(config, source, tasks, learner)
     if plan.saved is None:
         check_steps(config.lam, learner.solver)
-    optimizer = specs.build_optimizer(config.optimizer, specs.parameter_groups(learner, config.lam_lr))
+    optimizer = specs.build_optimizer(
+        config.optimizer, specs.parameter_groups(learner, config.lam_lr)
+    )
     if plan.checkpoint is not None:
         load_weights(learner, plan.checkpoint)
         load_optimizer(optimizer, plan.checkpoint)
@@ -78,7 +116,10 @@ def _train(
         try_out(learner, source, config)
         stop.patience = None
         folder = group.share(lambda: claim(plan, config, lock))
-        config, plan = dataclasses.replace(config, out=str(folder)), dataclasses.replace(plan, folder=folder)
+        config, plan = (
+            dataclasses.replace(config, out=str(folder)),
+            dataclasses.replace(plan, folder=folder),
+        )
         trainer = Trainer(config, plan, source, learner, optimizer, group, stop, reporter)
         try:
             trainer.run()

@@ -1,4 +1,6 @@
-"""Settings that an earlier version recorded, in today's words: what it did by default is written out, so a run stays what it was."""
+"""Settings that an earlier version recorded, in today's words: what it did by default is written
+out, so a run stays what it was.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,20 @@ _FOLDER_0_1 = {"image_size": "28", "grey": "true"}
 
 
 def upgrade(values: Mapping[str, Any], version: object, *, where: str) -> dict[str, Any]:
-    """The settings that `version` recorded (None: 0.1) as today's; `UserError` for a version that is newer than this one."""
+    """The settings that `version` recorded (None: 0.1) as today's; `UserError` for a version that
+    is newer than this one.
+    """
     found = _release(_UNRECORDED if version is None else version, where)
     if found > _release(__version__, where):
-        raise UserError(f"{where} was written by metanudge {version}, and this is {__version__}. Use metanudge {version} or a newer one.")
-    if found < (0, 2, 0) and isinstance(values.get("data", ""), str) and isinstance(values.get("data_options", ""), str):
+        raise UserError(
+            f"{where} was written by metanudge {version}, and this is {__version__}. Use metanudge"
+            f" {version} or a newer one."
+        )
+    if (
+        found < (0, 2, 0)
+        and isinstance(values.get("data", ""), str)
+        and isinstance(values.get("data_options", ""), str)
+    ):
         data, options = values.get("data", ""), values.get("data_options", "")
         return {**values, "data_options": _with(options, _defaults_0_1(data))}
     return dict(values)
@@ -33,7 +44,10 @@ def upgrade(values: Mapping[str, Any], version: object, *, where: str) -> dict[s
 def _release(version: object, where: str) -> tuple[int, ...]:
     match = _RELEASE.fullmatch(version) if isinstance(version, str) else None
     if match is None:
-        raise UserError(f"{where}: version is {version!r}, which no metanudge has. Put back what was there, such as {__version__!r}.")
+        raise UserError(
+            f"{where}: version is {version!r}, which no metanudge has. Put back what was there,"
+            f" such as {__version__!r}."
+        )
     return tuple(int(part or 0) for part in match.groups())
 
 
@@ -46,4 +60,9 @@ def _defaults_0_1(data: str) -> dict[str, str]:
 def _with(options: str, defaults: Mapping[str, str]) -> str:
     """The options, and the defaults of those that are not among them."""
     given = {key.replace("-", "_") for key in re.findall(r"(?:^|,)\s*([\w-]+)\s*=", options)}
-    return ",".join([*filter(None, [options]), *(f"{key}={value}" for key, value in defaults.items() if key not in given)])
+    return ",".join(
+        [
+            *filter(None, [options]),
+            *(f"{key}={value}" for key, value in defaults.items() if key not in given),
+        ]
+    )

@@ -13,12 +13,24 @@ from typing import Any
 import pytest
 
 import metanudge
-from checkpoints import Killed, MortalDisk, UseDisk, check_next_save, check_survivors, is_sample, names, sample, saved
+from checkpoints import (
+    Killed,
+    MortalDisk,
+    UseDisk,
+    check_next_save,
+    check_survivors,
+    is_sample,
+    names,
+    sample,
+    saved,
+)
 from metanudge.training.checkpoint import CheckpointStore, files, save
 
 
 def deaths(before: Path | None, root: Path, on_disk: UseDisk, *, half: bool) -> Iterator[int]:
-    """Yields after each death of a save of step 9, at its first, second, ... call, until one save lives."""
+    """Yields after each death of a save of step 9, at its first, second, ... call, until one save
+    lives.
+    """
     for number in range(1, 1000):
         shutil.rmtree(root, ignore_errors=True)
         if before is not None:
@@ -37,7 +49,9 @@ def deaths(before: Path | None, root: Path, on_disk: UseDisk, *, half: bool) -> 
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["before each call", "half-way through writes"])
-def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoints(half: bool, tmp_path: Path, on_disk: UseDisk) -> None:
+def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoints(
+    half: bool, tmp_path: Path, on_disk: UseDisk
+) -> None:
     before = saved(tmp_path / "before").root
     seen = []
     for _ in deaths(before, tmp_path / "run", on_disk, half=half):
@@ -72,7 +86,9 @@ def test_a_second_crash_while_tidying_up_does_no_harm(tmp_path: Path, on_disk: U
             check_next_save(CheckpointStore(root))
 
 
-def test_leftovers_go_before_the_next_save_needs_their_space(tmp_path: Path, on_disk: UseDisk) -> None:
+def test_leftovers_go_before_the_next_save_needs_their_space(
+    tmp_path: Path, on_disk: UseDisk
+) -> None:
     store = saved(tmp_path)
     on_disk(MortalDisk(15))
     with pytest.raises(Killed):
@@ -84,7 +100,9 @@ def test_leftovers_go_before_the_next_save_needs_their_space(tmp_path: Path, on_
     assert calls.index("rmdir") < calls.index("mkdir")
 
 
-def test_writes_that_take_less_than_they_are_given_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_that_take_less_than_they_are_given_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Short(files.Disk):
         @staticmethod
         def write(descriptor: int, data: Any) -> int:  # type: ignore[override]
@@ -94,8 +112,12 @@ def test_writes_that_take_less_than_they_are_given_are_continued(tmp_path: Path,
     assert is_sample(saved(tmp_path).load(), 3)
 
 
-def test_everything_is_synced_before_something_relies_on_it(tmp_path: Path, on_disk: UseDisk) -> None:
-    """What a power cut needs and no killed process shows: each name and each byte is durable before the next stage."""
+def test_everything_is_synced_before_something_relies_on_it(
+    tmp_path: Path, on_disk: UseDisk
+) -> None:
+    """What a power cut needs and no killed process shows: each name and each byte is durable before
+    the next stage.
+    """
     root = saved(tmp_path / "run").root
     disk = on_disk(MortalDisk())
     CheckpointStore(root).save(9, **sample(9), best=True)
@@ -114,7 +136,9 @@ def test_everything_is_synced_before_something_relies_on_it(tmp_path: Path, on_d
         elif name == "mkdir":
             unsynced.add(Path(args[0]).parent)
         elif name == "rename" and Path(args[0]).name.startswith(".new-"):
-            assert unsynced == {root}, "the new folder and its files are durable before it gets its name"
+            assert unsynced == {root}, (
+                "the new folder and its files are durable before it gets its name"
+            )
             renamed += 1
         elif name == "rename":
             assert renamed == 1

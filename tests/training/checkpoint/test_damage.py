@@ -1,4 +1,6 @@
-"""Damage: whatever happened to a file, it is refused, named, and an intact checkpoint is offered."""
+"""Damage: whatever happened to a file, it is refused, named, and an intact checkpoint is
+offered.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,12 @@ def test_every_byte_of_the_manifest_counts(tmp_path: Path) -> None:
     data = file.read_bytes()
     for position in range(len(data)):
         for bit in (0, 5, 7):  # another digit, another case, not UTF-8
-            file.write_bytes(data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :])
-            with pytest.raises(CheckpointError, match=r"manifest\.json does not match its own sha256"):
+            file.write_bytes(
+                data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :]
+            )
+            with pytest.raises(
+                CheckpointError, match=r"manifest\.json does not match its own sha256"
+            ):
                 load(tmp_path / "one")
 
 
@@ -95,7 +101,9 @@ def rewrite_manifest(folder: Path, **changes: Any) -> None:
 def test_another_format_version_is_refused(tmp_path: Path) -> None:
     store = saved(tmp_path)
     rewrite_manifest(store.load().folder, version=2)
-    with pytest.raises(CheckpointError, match=r"format version 2.*reads version 1.*newer") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"format version 2.*reads version 1.*newer"
+    ) as caught:
         store.load()
     assert caught.value.alternative == "save-000002-step-2"
 
@@ -106,23 +114,35 @@ SIZED = {"bytes": 1, "sha256": "0"}
 @pytest.mark.parametrize(
     "changes",
     [
-        {"files": None}, {"step": None}, {"files": []}, {"files": {"state.json": None}}, {"files": {"state.json": {}}},
-        {"files": {"state.json": SIZED | {"bytes": -1}}}, {"files": {"state.json": SIZED | {"bytes": "1"}}},
-        {"files": {"state.json": SIZED | {"sha256": 5}}}, {"step": "3"}, {"step": -3}, {"step": True}, {"step": 3.0}, {"step": [3]},
+        {"files": None}, {"step": None}, {"files": []}, {"files": {"state.json": None}},
+        {"files": {"state.json": {}}},
+        {"files": {"state.json": SIZED | {"bytes": -1}}},
+        {"files": {"state.json": SIZED | {"bytes": "1"}}},
+        {"files": {"state.json": SIZED | {"sha256": 5}}}, {"step": "3"}, {"step": -3},
+        {"step": True}, {"step": 3.0}, {"step": [3]},
     ],
 )  # fmt: skip
-def test_a_manifest_that_lacks_something_is_refused_although_its_seal_is_right(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_manifest_that_lacks_something_is_refused_although_its_seal_is_right(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     store = saved(tmp_path)
     folder = store.load().folder
     manifest = json.loads((folder / "manifest.json").read_bytes()) | changes
     del manifest["sha256"]
-    (folder / "manifest.json").write_bytes(seal({key: value for key, value in manifest.items() if value is not None}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json does not say which step and files") as caught:
+    (folder / "manifest.json").write_bytes(
+        seal({key: value for key, value in manifest.items() if value is not None})
+    )
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json does not say which step and files"
+    ) as caught:
         store.load()
     assert caught.value.alternative == "save-000002-step-2"
 
 
-@pytest.mark.parametrize("document", [b"[" * 100_000, b'{"a":' * 100_000, b"5", b"[]", b'"sha256"', b'{"sha256": NaN}', b""])
+@pytest.mark.parametrize(
+    "document",
+    [b"[" * 100_000, b'{"a":' * 100_000, b"5", b"[]", b'"sha256"', b'{"sha256": NaN}', b""],
+)
 def test_a_manifest_that_is_no_manifest_is_refused(tmp_path: Path, document: bytes) -> None:
     store = saved(tmp_path)
     (store.load().folder / "manifest.json").write_bytes(document)
@@ -153,16 +173,24 @@ def test_strange_files_and_renamed_folders_are_refused(tmp_path: Path) -> None:
         ("state.json", b"[" * 100_000, "cannot be parsed"),
         ("model.safetensors", b"\x02\0\0\0\0\0\0\0[]", "cannot be parsed"),
         ("state.json", b'{"a": {"$tensor": "gone"}}', "does not describe a state"),
-        ("state.json", b'{"a": {"$pickle": ""}}', "does not describe a state.*unknown kind of value"),
+        (
+            "state.json",
+            b'{"a": {"$pickle": ""}}',
+            "does not describe a state.*unknown kind of value",
+        ),
         ("state.json", b"[]", "does not describe a state"),
     ],
 )
-def test_wrong_content_with_the_right_checksums_is_refused(name: str, data: bytes, message: str, tmp_path: Path) -> None:
+def test_wrong_content_with_the_right_checksums_is_refused(
+    name: str, data: bytes, message: str, tmp_path: Path
+) -> None:
     save(tmp_path / "one", step=1, **sample(1))
     manifest = json.loads((tmp_path / "one" / "manifest.json").read_bytes())
     (tmp_path / "one" / name).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
-    rewrite_manifest(tmp_path / "one", files={**manifest["files"], name: {"bytes": len(data), "sha256": digest}})
+    rewrite_manifest(
+        tmp_path / "one", files={**manifest["files"], name: {"bytes": len(data), "sha256": digest}}
+    )
     with pytest.raises(CheckpointError, match=message) as caught:
         load(tmp_path / "one")
     assert caught.value.file.name == name

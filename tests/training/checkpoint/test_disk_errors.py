@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from checkpoints import MortalDisk, UseDisk, check_next_save, check_survivors, is_sample, names, sample, saved
+from checkpoints import (
+    MortalDisk,
+    UseDisk,
+    check_next_save,
+    check_survivors,
+    is_sample,
+    names,
+    sample,
+    saved,
+)
 from metanudge.training.checkpoint import CheckpointError, CheckpointStore, files
 
 
@@ -23,7 +32,9 @@ from metanudge.training.checkpoint import CheckpointError, CheckpointStore, file
         (errno.EIO, "Check the disk"),
     ],
 )
-def test_an_error_of_the_disk_at_any_call_is_explained_and_harmless(code: int, fix: str, tmp_path: Path, on_disk: UseDisk) -> None:
+def test_an_error_of_the_disk_at_any_call_is_explained_and_harmless(
+    code: int, fix: str, tmp_path: Path, on_disk: UseDisk
+) -> None:
     before = saved(tmp_path / "before").root
     raised = 0
     for number in range(1, 40):
@@ -43,7 +54,9 @@ def test_an_error_of_the_disk_at_any_call_is_explained_and_harmless(code: int, f
             assert os.strerror(code) in str(caught)
             assert fix in str(caught)
             assert root in [caught.file, *caught.file.parents]
-            assert committed or sorted(path.name for path in root.iterdir()) == names(store), "leftovers"
+            assert committed or sorted(path.name for path in root.iterdir()) == names(store), (
+                "leftovers"
+            )
         else:  # the new checkpoint is safe, only an old one could not be removed
             assert committed
             assert caught is None or "could not be removed" in str(caught)
@@ -53,7 +66,9 @@ def test_an_error_of_the_disk_at_any_call_is_explained_and_harmless(code: int, f
     assert raised > 25
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write to read-only folders")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write to read-only folders"
+)
 def test_a_read_only_folder_is_explained(tmp_path: Path) -> None:
     store = saved(tmp_path / "run")
     store.root.chmod(0o500)
@@ -73,7 +88,9 @@ def test_a_file_in_the_way_of_the_folder_is_explained(tmp_path: Path) -> None:
         CheckpointStore(tmp_path / "file" / "checkpoints").save(1, {}, {})
 
 
-def test_a_leftover_that_stays_is_a_warning_not_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leftover_that_stays_is_a_warning_not_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Stubborn(files.Disk):
         @staticmethod
         def rmdir(path: Any) -> None:  # type: ignore[override]
@@ -81,7 +98,10 @@ def test_a_leftover_that_stays_is_a_warning_not_the_end_of_the_run(tmp_path: Pat
 
     store = saved(tmp_path, steps="1 2")
     monkeypatch.setattr(files, "disk", Stubborn())
-    with pytest.warns(UserWarning, match=r"\.old-save-000001-step-1-\w+ could not be removed \(Device or resource busy\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"\.old-save-000001-step-1-\w+ could not be removed \(Device or resource busy\)",
+    ):
         store.save(3, **sample(3))
     monkeypatch.undo()
     assert is_sample(store.load(), 3)

@@ -15,7 +15,12 @@ from metanudge.training.checkpoint import load, save
 
 def test_tied_tensors_are_both_written(tmp_path: Path) -> None:
     base = torch.arange(4.0)
-    save(tmp_path / "one", step=0, tensors={"model": {"a": base, "b": base, "c": base[1:]}}, state={"d": base})
+    save(
+        tmp_path / "one",
+        step=0,
+        tensors={"model": {"a": base, "b": base, "c": base[1:]}},
+        state={"d": base},
+    )
     result = load(tmp_path / "one")
     assert identical(result.tensors["model"], {"a": base, "b": base, "c": base[1:]})
     assert identical(result.state, {"d": base})
@@ -32,13 +37,17 @@ def test_tied_tensors_are_both_written(tmp_path: Path) -> None:
         ({"model": {"extra": 3}}, TypeError, r"\['extra'\] is a int, not a tensor.*state"),
     ],
 )
-def test_bad_groups_are_refused(tensors: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_bad_groups_are_refused(
+    tensors: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(error, match=message):
         save(tmp_path / "one", step=0, tensors=tensors, state={})
 
 
 def test_other_programs_read_the_tensors(tmp_path: Path) -> None:
-    tensors = {f"{dtype}": random_tensor(dtype, (2, 3), seed=1) for dtype in DTYPES} | {"empty": torch.empty(0, 2)}
+    tensors = {f"{dtype}": random_tensor(dtype, (2, 3), seed=1) for dtype in DTYPES} | {
+        "empty": torch.empty(0, 2)
+    }
     save(tmp_path / "one", step=0, tensors={"model": tensors}, state={})
     read = safetensors.torch.load_file(tmp_path / "one" / "model.safetensors")
     assert identical({name: read[name] for name in tensors}, tensors)

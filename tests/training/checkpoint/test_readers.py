@@ -40,8 +40,12 @@ def test_no_load_beside_a_writer_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", range(1, 9))
-def test_a_checkpoint_removed_at_any_moment_of_its_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """The writer removes the last checkpoint, having saved a newer one, just before the reader's n-th look at the disk."""
+def test_a_checkpoint_removed_at_any_moment_of_its_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """The writer removes the last checkpoint, having saved a newer one, just before the reader's
+    n-th look at the disk.
+    """
     from metanudge.training.checkpoint import files, folder, manifest
 
     kept = saved(tmp_path, steps="1", keep=1)
@@ -65,7 +69,9 @@ def test_a_checkpoint_removed_at_any_moment_of_its_reading(tmp_path: Path, monke
     assert found.step == 2 or looks < call
 
 
-def test_a_name_that_is_gone_for_good_is_still_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_gone_for_good_is_still_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = saved(tmp_path, steps="1", keep=1)
 
     def removed_first(path: Path) -> object:
@@ -74,5 +80,7 @@ def test_a_name_that_is_gone_for_good_is_still_an_error(tmp_path: Path, monkeypa
         return store.load(path)
 
     monkeypatch.setattr(store, "load", removed_first)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint 'save-000001-step-1'.*It has: save-000002-step-2"):
+    with pytest.raises(
+        CheckpointError, match=r"has no checkpoint 'save-000001-step-1'.*It has: save-000002-step-2"
+    ):
         kept.load("save-000001-step-1")

@@ -1,4 +1,6 @@
-"""Optimizers, schedulers and random generators: a resumed run is the uninterrupted one to the last bit."""
+"""Optimizers, schedulers and random generators: a resumed run is the uninterrupted one to the last
+bit.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,27 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe"),
+    "LBFGS": lambda p: torch.optim.LBFGS(
+        p, lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe"
+    ),
     "ClippedGD": lambda p: ClippedGD(p, lr=0.1, max_norm=0.1),
     "NormalizedGD": lambda p: NormalizedGD(p, lr=0.01, smoothing=0.1),
     "SNGDM": lambda p: SNGDM(p, lr=0.01),
 }
 
 
-def build(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, lr_scheduler.LRScheduler]:
+def build(
+    name: str, seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer, lr_scheduler.LRScheduler]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(12, 2))
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(12, 2),
+    )
     if name != "LBFGS":  # torch's flattens with view() and refuses other layouts
         model.to(memory_format=torch.channels_last)
     groups = [{"params": model[0].parameters()}, {"params": model[5].parameters()}]
@@ -41,10 +54,16 @@ def build(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, lr_sc
     return model, optimizer, lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler, steps: int) -> list[float]:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: lr_scheduler.LRScheduler,
+    steps: int,
+) -> list[float]:
     losses = []
     for _ in range(steps):
-        x, scale = torch.randn(5, 2, 4, 4), float(np.random.rand()) + random.random()  # noqa: NPY002  global on purpose
+        x = torch.randn(5, 2, 4, 4)
+        scale = float(np.random.rand()) + random.random()  # noqa: NPY002  global on purpose
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -67,7 +86,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(name: str, tmp_p
     store.save(
         5,
         {"model": model.state_dict()},
-        {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(), "rng": rng_state()},
+        {
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "rng": rng_state(),
+        },
     )
     kept = optimizer.state_dict()
     assert identical(store.load().state["optimizer"], kept)
@@ -98,11 +121,17 @@ def one_parameter() -> torch.optim.Optimizer:
         lambda o: lr_scheduler.ReduceLROnPlateau(o),
         lambda o: lr_scheduler.LambdaLR(o, lambda k: 0.9**k),
         lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3),
-        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, gamma=0.5)], milestones=[2]),
+        lambda o: lr_scheduler.SequentialLR(
+            o,
+            [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, gamma=0.5)],
+            milestones=[2],
+        ),
     ],
     ids=["MultiStep", "OneCycle", "Plateau", "Lambda", "WarmRestarts", "Sequential"],
 )
-def test_scheduler_states_come_back(make: Callable[..., lr_scheduler.LRScheduler], tmp_path: Path) -> None:
+def test_scheduler_states_come_back(
+    make: Callable[..., lr_scheduler.LRScheduler], tmp_path: Path
+) -> None:
     optimizer = one_parameter()
     scheduler = make(optimizer)
     for _ in range(3):
@@ -116,14 +145,24 @@ def test_scheduler_states_come_back(make: Callable[..., lr_scheduler.LRScheduler
 
 def test_generators_of_ones_own_come_back(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
-    others = [np.random.Generator(bits(5)) for bits in (np.random.PCG64, np.random.Philox, np.random.SFC64)]
-    state = {"torch": generator.get_state(), "numpy": [other.bit_generator.state for other in others]}
-    first = [torch.rand(3, generator=generator).tolist()] + [other.random(3).tolist() for other in others]
+    others = [
+        np.random.Generator(bits(5))
+        for bits in (np.random.PCG64, np.random.Philox, np.random.SFC64)
+    ]
+    state = {
+        "torch": generator.get_state(),
+        "numpy": [other.bit_generator.state for other in others],
+    }
+    first = [torch.rand(3, generator=generator).tolist()] + [
+        other.random(3).tolist() for other in others
+    ]
     restored = through_files(state, tmp_path / "one")
     generator.set_state(restored["torch"])
     for other, kept in zip(others, restored["numpy"], strict=True):
         other.bit_generator.state = kept
-    assert first == [torch.rand(3, generator=generator).tolist()] + [other.random(3).tolist() for other in others]
+    assert first == [torch.rand(3, generator=generator).tolist()] + [
+        other.random(3).tolist() for other in others
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -132,7 +171,12 @@ def test_tensors_and_random_states_of_a_gpu_come_back(tmp_path: Path) -> None:
     optimizer = torch.optim.Adam([x], lr=0.1, fused=True)
     (x**2).sum().backward()
     optimizer.step()
-    save(tmp_path / "one", step=1, tensors={"m": {"x": x}}, state={"o": optimizer.state_dict(), "r": rng_state()})
+    save(
+        tmp_path / "one",
+        step=1,
+        tensors={"m": {"x": x}},
+        state={"o": optimizer.state_dict(), "r": rng_state()},
+    )
     first = torch.rand(3, device="cuda")
     result = load(tmp_path / "one")
     set_rng_state(result.state["r"])

@@ -31,15 +31,21 @@ def random_array(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 seeds = st.integers(0, 2**32 - 1)
-texts = st.text(max_size=8) | st.sampled_from(["$tensor", "$dict", "$", "order", "__metadata__", "a/b"])
-simple = st.none() | st.booleans() | st.integers() | st.integers(-(2**200), 2**200) | st.floats() | texts
+texts = st.text(max_size=8) | st.sampled_from(
+    ["$tensor", "$dict", "$", "order", "__metadata__", "a/b"]
+)
+simple = (
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**200), 2**200) | st.floats() | texts
+)
 keys = simple | st.binary(max_size=4) | st.tuples(simple, simple)
 leaves = (
     simple
     | st.binary(max_size=8)
     | st.builds(random_tensor, st.sampled_from(DTYPES), shapes, seeds)
     | st.builds(random_array, st.sampled_from(ARRAYS), shapes, seeds)
-    | st.builds(lambda dtype, seed: random_array(dtype, (1,), seed)[0], st.sampled_from(ARRAYS), seeds)
+    | st.builds(
+        lambda dtype, seed: random_array(dtype, (1,), seed)[0], st.sampled_from(ARRAYS), seeds
+    )
 )
 values = st.recursive(
     leaves,
@@ -56,7 +62,9 @@ values = st.recursive(
 
 
 @seed(0)
-@settings(max_examples=300, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=300, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(values)
 def test_any_value_comes_back_bit_for_bit(value: Any) -> None:
     tensors, document = pack(value)
@@ -68,7 +76,18 @@ def test_any_value_comes_back_bit_for_bit(value: Any) -> None:
 def test_awkward_values_come_back_bit_for_bit(tmp_path: Path) -> None:
     payload = struct.unpack(">d", bytes.fromhex("fff8000000abcdef"))[0]
     value = {
-        "floats": [math.nan, -math.nan, payload, math.inf, -math.inf, -0.0, 5e-324, 1e308, 1.0, 0.1],
+        "floats": [
+            math.nan,
+            -math.nan,
+            payload,
+            math.inf,
+            -math.inf,
+            -0.0,
+            5e-324,
+            1e308,
+            1.0,
+            0.1,
+        ],
         "integers": [0, 1, True, False, -1, 2**63, -(2**63), 2**64 - 1, 10**5000],
         "keys": {0: "a", "0": "b", 1.5: "c", None: "d", (1, "x"): "e", b"0": "f", -math.inf: "g"},
         "tags": {"$tuple": [1], "x": 2},
@@ -89,7 +108,10 @@ def test_any_value_comes_back_from_the_disk(value: Any, tmp_path: Path) -> None:
 
 
 VIEWS = {
-    "channels last": (torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+    "channels last": (
+        torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        True,
+    ),
     "transposed": (torch.arange(6.0).reshape(2, 3).T, True),
     "strided": (torch.arange(12).reshape(3, 4)[:, ::2], False),
     "expanded": (torch.ones(1).expand(3), False),
@@ -102,10 +124,15 @@ VIEWS = {
 
 
 @pytest.mark.parametrize(("tensor", "dense"), VIEWS.values(), ids=VIEWS)
-def test_views_come_back_with_their_values_and_dense_ones_with_their_layout(tensor: Tensor, dense: bool, tmp_path: Path) -> None:
+def test_views_come_back_with_their_values_and_dense_ones_with_their_layout(
+    tensor: Tensor, dense: bool, tmp_path: Path
+) -> None:
     result = through_files(tensor, tmp_path / "one")
     assert torch.equal(result, tensor)
-    assert result.stride() == (tensor if dense else tensor.clone(memory_format=torch.contiguous_format)).stride()
+    assert (
+        result.stride()
+        == (tensor if dense else tensor.clone(memory_format=torch.contiguous_format)).stride()
+    )
     result.add_(1)  # ordinary memory of its own
 
 

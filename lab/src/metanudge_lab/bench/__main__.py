@@ -25,7 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     config = BenchConfig(**vars(parser().parse_args(argv)))
     if config.draw:
-        print("error: pictures need matplotlib. Draw them where it is installed: metanudge bench --draw FILE.", file=sys.stderr)
+        print(
+            "error: pictures need matplotlib. Draw them where it is installed: metanudge bench"
+            " --draw FILE.",
+            file=sys.stderr,
+        )
         return EXIT_BAD_INPUT
     try:
         return measure(config)
@@ -50,7 +54,9 @@ def measure(config: BenchConfig) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options of `BenchConfig`, each explained by the string below it."""
-    made = argparse.ArgumentParser(prog="python -m metanudge_lab.bench", description=BenchConfig.__doc__)
+    made = argparse.ArgumentParser(
+        prog="python -m metanudge_lab.bench", description=BenchConfig.__doc__
+    )
     kinds, helps = typing.get_type_hints(BenchConfig), _explanations()
     for field in dataclasses.fields(BenchConfig):
         kind = kinds[field.name]
@@ -65,21 +71,33 @@ def parser() -> argparse.ArgumentParser:
         elif typing.get_origin(kind) is typing.Literal:
             options["choices"] = typing.get_args(kind)
         else:
-            options["type"] = typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
+            options["type"] = (
+                typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
+            )
         made.add_argument(f"--{field.name.replace('_', '-')}", **options)
     return made
 
 
 class _Tuple(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
         setattr(namespace, self.dest, tuple(values))
 
 
 def _explanations() -> dict[str, str]:
-    (body,) = (node.body for node in ast.parse(inspect.getsource(BenchConfig)).body if isinstance(node, ast.ClassDef))
+    (body,) = (
+        node.body
+        for node in ast.parse(inspect.getsource(BenchConfig)).body
+        if isinstance(node, ast.ClassDef)
+    )
     found = {}
     for field, text in pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+        ):
             found[field.target.id] = str(ast.literal_eval(text.value))
     return found
 

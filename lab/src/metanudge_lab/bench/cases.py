@@ -1,4 +1,6 @@
-"""The cases: models and data shapes of the few-shot literature. The data are random numbers of the right shape, always the same ones."""
+"""The cases: models and data shapes of the few-shot literature. The data are random numbers of the
+right shape, always the same ones.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +66,21 @@ class Case:
             torch.manual_seed(seed)
             model = self.build(shape).to(device, dtype).train()
         generator = torch.Generator().manual_seed(seed + 1)
-        tasks = TaskBatch(_examples(shape, shape.shots, generator, dtype), _examples(shape, shape.queries, generator, dtype)).to(device)
+        tasks = TaskBatch(
+            _examples(shape, shape.shots, generator, dtype),
+            _examples(shape, shape.queries, generator, dtype),
+        ).to(device)
         loss = F.cross_entropy if shape.ways else F.mse_loss
         return Workload(self.name, shape, model, loss, tasks, steps, LR, lam)
 
 
-def _examples(shape: Shape, each: int, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _examples(
+    shape: Shape, each: int, generator: torch.Generator, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     count = each * max(1, shape.ways)
-    x = torch.randn(shape.tasks, count, *shape.features, generator=generator, dtype=torch.float64).to(dtype)
+    x = torch.randn(
+        shape.tasks, count, *shape.features, generator=generator, dtype=torch.float64
+    ).to(dtype)
     if shape.ways:
         return x, torch.arange(shape.ways).repeat(shape.tasks, each)
     return x, torch.sin(x).flatten(2).sum(-1, keepdim=True)
@@ -91,7 +100,9 @@ def _mlp(shape: Shape) -> nn.Module:
 
 def _transformer(shape: Shape) -> nn.Module:
     length, d_model = shape.features
-    return models.TransformerBlock(ways=shape.ways, d_model=d_model, heads=8, hidden=4 * d_model, length=length)
+    return models.TransformerBlock(
+        ways=shape.ways, d_model=d_model, heads=8, hidden=4 * d_model, length=length
+    )
 
 
 _IMAGES = Shape(tasks=2, ways=3, shots=1, queries=2, features=(1, 16, 16), width=4)
@@ -140,8 +151,12 @@ CASES = {
 
 
 def find_cases(names: tuple[str, ...]) -> list[Case]:
-    """The cases of these names, all of them for none; `UserError` suggests the nearest for an unknown name."""
+    """The cases of these names, all of them for none; `UserError` suggests the nearest for an
+    unknown name.
+    """
     for name in names:
         if name not in CASES:
-            raise UserError(f"There is no case {name!r}.{near(name, CASES)} The cases are {', '.join(CASES)}.")
+            raise UserError(
+                f"There is no case {name!r}.{near(name, CASES)} The cases are {', '.join(CASES)}."
+            )
     return [CASES[name] for name in dict.fromkeys(names or CASES)]

@@ -1,4 +1,6 @@
-"""What can be asked of the benchmark. `metanudge bench` and `python -m metanudge_lab.bench` take the same options."""
+"""What can be asked of the benchmark. `metanudge bench` and `python -m metanudge_lab.bench` take
+the same options.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,13 @@ from metanudge.training.precision import Precision
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Time, memory and distance to the machine's own limits of every estimator and of every rival that is installed, side by side."""
+    """Time, memory and distance to the machine's own limits of every estimator and of every rival
+    that is installed, side by side.
+    """
 
     case: tuple[str, ...] = ()
-    """Cases: mnist1d, omniglot, omniglot-5shot, sinusoid, transformer; all of them when left out."""
+    """Cases: mnist1d, omniglot, omniglot-5shot, sinusoid, transformer; all of them when left out.
+    """
 
     only: tuple[str, ...] = ()
     """Contenders by name, such as maml or 'fobmaml*'; all of them when left out."""
@@ -23,13 +28,17 @@ class BenchConfig:
     """Where to compute."""
 
     precision: Precision = "fp32"
-    """Of the arithmetic: fp32, fp32 with TF32 products, or bf16 autocast. --rounding measures them all."""
+    """Of the arithmetic: fp32, fp32 with TF32 products, or bf16 autocast. --rounding measures them
+    all.
+    """
 
     repeats: int = 9
     """Measured calls of each contender, one of each in turn."""
 
     warmup: int | None = None
-    """Calls of each contender before that, reported separately; 3 on a GPU and 1 on a CPU when left out."""
+    """Calls of each contender before that, reported separately; 3 on a GPU and 1 on a CPU when left
+    out.
+    """
 
     limit_seconds: float = 300.0
     """Start no further round of a case that would end after this time. One is always measured."""
@@ -50,19 +59,28 @@ class BenchConfig:
     """Tiny sizes: shows that everything works, and nothing about speed."""
 
     first_step: bool = True
-    """Also measure how long a fresh process takes to its first meta-step, with empty caches and with those of the process before."""
+    """Also measure how long a fresh process takes to its first meta-step, with empty caches and
+    with those of the process before.
+    """
 
     explain: bool = False
-    """Instead, say where the time of a meta-step goes: arithmetic, traffic, kernels, operators. Not with --scaling or --rounding."""
+    """Instead, say where the time of a meta-step goes: arithmetic, traffic, kernels, operators. Not
+    with --scaling or --rounding.
+    """
 
     scaling: bool = False
-    """Instead, measure time and memory against the number of tasks, steps and shots. Not with --explain or --rounding."""
+    """Instead, measure time and memory against the number of tasks, steps and shots. Not with
+    --explain or --rounding.
+    """
 
     rounding: bool = False
-    """Instead, measure the rounding errors of the meta-gradient, by blocks and layer by layer. Not with --explain or --scaling."""
+    """Instead, measure the rounding errors of the meta-gradient, by blocks and layer by layer. Not
+    with --explain or --scaling.
+    """
 
     batches: int | None = None
-    """With --rounding: models and meta-batches to measure it on; 16 when left out, 3 with --quick."""
+    """With --rounding: models and meta-batches to measure it on; 16 when left out, 3 with --quick.
+    """
 
     draw: tuple[Path, ...] = ()
     """Instead, draw the pictures of results measured before (elsewhere)."""

@@ -19,7 +19,9 @@ Gradient = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """What a method must evaluate, per task. A Hessian product is counted on top of a gradient at the same place."""
+    """What a method must evaluate, per task. A Hessian product is counted on top of a gradient at
+    the same place.
+    """
 
     support_gradients: float
     query_gradients: float
@@ -88,13 +90,19 @@ def choose(contenders: Sequence[Contender], patterns: Sequence[str]) -> list[Con
 
     Example:
         >>> make = lambda name: Contender(name, name, "metanudge", "MAML", prepare=None)
-        >>> [c.name for c in choose([make("maml"), make("fomaml"), make("higher-maml")], ["maml", "higher*"])]
+        >>> three = [make("maml"), make("fomaml"), make("higher-maml")]
+        >>> [c.name for c in choose(three, ["maml", "higher*"])]
         ['maml', 'higher-maml']
     """
     names = [contender.name for contender in contenders]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise UserError(
-                f"No contender is called {pattern!r}.{near(pattern, names)} The contenders are {', '.join(names)}; * stands for anything."
+                f"No contender is called {pattern!r}.{near(pattern, names)} The contenders are"
+                f" {', '.join(names)}; * stands for anything."
             )
-    return [c for c in contenders if not patterns or any(fnmatch.fnmatchcase(c.name, pattern) for pattern in patterns)]
+    return [
+        c
+        for c in contenders
+        if not patterns or any(fnmatch.fnmatchcase(c.name, pattern) for pattern in patterns)
+    ]

@@ -1,11 +1,14 @@
-"""What a meta-step must compute and move at least: a cost model layer by layer, and the roofline bound that follows.
+"""What a meta-step must compute and move at least: a cost model layer by layer, and the roofline
+bound that follows.
 
-Only multiplications of the model count (convolutions, matrix products), as direct ones: a layer y = a·b of F operations costs F
-forwards and F for the gradient of each operand that needs one. A Hessian product, on top of a gradient at the same place, costs
-the tangent of each of these: forwards ȧb + aḃ, backwards twice as many products again. The least traffic reads the operands and
-writes the result of each multiplication once; everything between two multiplications (normalisation, activations, pooling,
-parameter updates) is taken to be fused into them and free. Each multiplication takes the longer of its arithmetic at the measured
-peak and its traffic at the measured bandwidth.
+Only multiplications of the model count (convolutions, matrix products), as direct ones: a layer y =
+a·b of F operations costs F forwards and F for the gradient of each operand that needs one. A
+Hessian product, on top of a gradient at the same place, costs the tangent of each of these:
+forwards ȧb + aḃ, backwards twice as many products again. The least traffic reads the operands and
+writes the result of each multiplication once; everything between two multiplications
+(normalisation, activations, pooling, parameter updates) is taken to be fused into them and free.
+Each multiplication takes the longer of its arithmetic at the measured peak and its traffic at the
+measured bandwidth.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class Multiplication:
     result: int
 
     def gradient(self) -> list[Product]:
-        """Forward and backward: the same number of operations for the result and for each gradient."""
+        """Forward and backward: the same number of operations for the result and for each
+        gradient.
+        """
         everything = self.result + sum(size for size, _ in self.operands)
         return [Product(self.flops, everything)] * (1 + sum(needed for _, needed in self.operands))
 
@@ -60,8 +65,11 @@ class Multiplication:
         products = [Product(self.flops * len(needed), total + sum(needed))] if needed else []
         for place in range(len(needed)):
             moving = needed[:place] + needed[place + 1 :]
-            # ġ·b + g·ḃ for the gradient of a: the tangent of g is always there, that of b where b is differentiated.
-            products.append(Product(self.flops * (1 + len(moving)), total + self.result + sum(moving)))
+            # ġ·b + g·ḃ for the gradient of a: the tangent of g is always there, that of b where b
+            # is differentiated.
+            products.append(
+                Product(self.flops * (1 + len(moving)), total + self.result + sum(moving))
+            )
         return products
 
 
@@ -74,7 +82,9 @@ class Cost:
     seconds: float
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds)
+        return Cost(
+            self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,10 @@ class CostModel:
     def parts(self, work: Work, peaks: Peaks) -> dict[str, Cost]:
         """Cost of every multiplication in a whole meta-step, by name."""
         parts: dict[str, Cost] = {}
-        for layers, times in ((self.support, work.support_gradients), (self.query, work.query_gradients)):
+        for layers, times in (
+            (self.support, work.support_gradients),
+            (self.query, work.query_gradients),
+        ):
             for layer in layers:
                 cost = self._cost(layer.gradient(), times, peaks)
                 parts[layer.name] = parts.get(layer.name, Cost(0, 0, 0)) + cost

@@ -19,7 +19,13 @@ from metanudge_lab.bench.suite import Result, context, enter, title_of, workload
 from metanudge_lab.bench.timing import round_robin
 
 _SHOWN = 15
-_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+_LAUNCHES = (
+    "cudaLaunchKernel",
+    "cuLaunchKernel",
+    "cudaGraphLaunch",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+)
 
 
 def explain(case: Case, contender: Contender, config: BenchConfig, device: torch.device) -> Result:
@@ -48,14 +54,22 @@ def explain(case: Case, contender: Contender, config: BenchConfig, device: torch
         "flops_per_s": cost.flops / times.median,
         "least_bytes": cost.bytes,
         "roofline_s": cost.seconds,
-        "layers": [_layer(name, part, peaks) for name, part in model.parts(work, peaks).items() if part.seconds],
+        "layers": [
+            _layer(name, part, peaks)
+            for name, part in model.parts(work, peaks).items()
+            if part.seconds
+        ],
         **seen,
     }
 
 
 def _layer(name: str, part: Cost, peaks: Peaks) -> Result:
     arithmetic = part.flops / peaks.flops
-    return {"name": name, **asdict(part), "bound_by": "arithmetic" if arithmetic >= 0.999 * part.seconds else "memory"}
+    return {
+        "name": name,
+        **asdict(part),
+        "bound_by": "arithmetic" if arithmetic >= 0.999 * part.seconds else "memory",
+    }
 
 
 def _profile(prepared: Prepared, device: torch.device) -> Result:
@@ -75,7 +89,9 @@ def _profile(prepared: Prepared, device: torch.device) -> Result:
         "launches": len(launches) if on_gpu else None,
         "time_of": "kernel" if on_gpu else "operator",
         "time": _shares(
-            [(e.name, e.self_device_time_total) for e in kernels] if on_gpu else [(e.name, e.self_cpu_time_total) for e in events]
+            [(e.name, e.self_device_time_total) for e in kernels]
+            if on_gpu
+            else [(e.name, e.self_cpu_time_total) for e in events]
         ),
     }
 
@@ -89,8 +105,18 @@ def _shares(spent: list[tuple[str, float]]) -> list[dict[str, Any]]:
         calls[name] += 1
     names = sorted(total, key=lambda name: -total[name])
     whole = sum(total.values()) or 1.0
-    rows = [{"name": n[:80], "calls": calls[n], "seconds": total[n] / 1e6, "share": total[n] / whole} for n in names[:_SHOWN]]
+    rows = [
+        {"name": n[:80], "calls": calls[n], "seconds": total[n] / 1e6, "share": total[n] / whole}
+        for n in names[:_SHOWN]
+    ]
     if rest := names[_SHOWN:]:
         other = sum(total[n] for n in rest)
-        rows.append({"name": f"{len(rest)} others", "calls": sum(calls[n] for n in rest), "seconds": other / 1e6, "share": other / whole})
+        rows.append(
+            {
+                "name": f"{len(rest)} others",
+                "calls": sum(calls[n] for n in rest),
+                "seconds": other / 1e6,
+                "share": other / whole,
+            }
+        )
     return rows

@@ -1,4 +1,6 @@
-"""How long a user waits for the first meta-step: a fresh process, with empty caches, then with what the process before left in them."""
+"""How long a user waits for the first meta-step: a fresh process, with empty caches, then with what
+the process before left in them.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,29 @@ from pathlib import Path
 from typing import Any
 
 # Where torch, its compilers and the CUDA driver keep what they compiled.
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+CACHES = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "TORCH_EXTENSIONS_DIR",
+    "XDG_CACHE_HOME",
+)
 _PATIENCE = 300  # seconds
 _PROGRAM = "from metanudge_lab.bench.first_step import child; child()"
 
 
 def first_steps(
-    contender: str, case: str, *, device: str, precision: str, quick: bool = False, threads: int | None = None, **sizes: int
+    contender: str,
+    case: str,
+    *,
+    device: str,
+    precision: str,
+    quick: bool = False,
+    threads: int | None = None,
+    **sizes: int,
 ) -> list[dict[str, Any]]:
-    """Seconds from starting a process to its import, first and second meta-step; once cold and once from the caches of that.
+    """Seconds from starting a process to its import, first and second meta-step; once cold and once
+    from the caches of that.
 
     Args:
         contender, case: names.
@@ -32,10 +48,17 @@ def first_steps(
         rows = []
         for caches_are in ("empty", "filled"):
             request = {
-                "contender": contender, "case": case, "device": device, "precision": precision, "quick": quick, "threads": threads,
+                "contender": contender, "case": case, "device": device, "precision": precision,
+                "quick": quick, "threads": threads,
                 "sizes": sizes, "started": time.time(),
             }  # fmt: skip
-            rows.append({"contender": contender, "caches": caches_are, **_ask_a_fresh_process(request, caches)})
+            rows.append(
+                {
+                    "contender": contender,
+                    "caches": caches_are,
+                    **_ask_a_fresh_process(request, caches),
+                }
+            )
     return rows
 
 
@@ -44,7 +67,13 @@ def _ask_a_fresh_process(request: dict[str, Any], variables: dict[str, str]) -> 
     command = [sys.executable, "-c", _PROGRAM]
     try:
         done = subprocess.run(
-            command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=_PATIENCE, check=False
+            command,
+            input=json.dumps(request),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"It took longer than {_PATIENCE} s.") from error
@@ -55,7 +84,9 @@ def _ask_a_fresh_process(request: dict[str, Any], variables: dict[str, str]) -> 
 
 
 def child() -> None:
-    """The fresh process: reads what to do from standard input, writes the times to standard output."""
+    """The fresh process: reads what to do from standard input, writes the times to standard
+    output.
+    """
     request = json.loads(sys.stdin.read())
     import torch
 
@@ -79,4 +110,12 @@ def child() -> None:
                 torch.cuda.synchronize(device)
             ends.append(time.time())
     started = request["started"]
-    print(json.dumps({"import_s": imported - started, "first_step_s": ends[0] - started, "second_step_s": ends[1] - ends[0]}))
+    print(
+        json.dumps(
+            {
+                "import_s": imported - started,
+                "first_step_s": ends[0] - started,
+                "second_step_s": ends[1] - ends[0],
+            }
+        )
+    )

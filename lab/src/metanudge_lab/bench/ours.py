@@ -1,4 +1,6 @@
-"""metanudge's own estimators as contenders: `MetaLearner.backward`, as a user's training loop calls it."""
+"""metanudge's own estimators as contenders: `MetaLearner.backward`, as a user's training loop calls
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def prepare(workload: Workload, estimator: Estimator, engine: EngineName = "auto
     """A learner around its own copy of the model."""
     model = workload.copy_model()
     solver = GradientDescent(lr=workload.lr, steps=workload.steps)
-    learner = MetaLearner(model, workload.loss, lam=workload.lam, solver=solver, estimator=estimator, engine=engine)
+    learner = MetaLearner(
+        model, workload.loss, lam=workload.lam, solver=solver, estimator=estimator, engine=engine
+    )
     last: list[Stats] = []
 
     def step() -> Gradient:
@@ -29,14 +33,23 @@ def prepare(workload: Workload, estimator: Estimator, engine: EngineName = "auto
 
 
 def _contender(name: str, label: str, estimator: Estimator, method: str) -> Contender:
-    return Contender(name, label, "metanudge", method, lambda workload: prepare(workload, estimator))
+    return Contender(
+        name, label, "metanudge", method, lambda workload: prepare(workload, estimator)
+    )
 
 
 OURS = (
     _contender("fobmaml", "FO-B-MAML as by default", FOBMAML(), "FO-B-MAML"),
     _contender("fobmaml-loss", "FO-B-MAML, loss nudge", FOBMAML(nu=0.1), "FO-B-MAML"),
-    _contender("fobmaml-gradient", "FO-B-MAML, gradient nudge", FOBMAML(nu=0.1, nudge="gradient"), "FO-B-MAML gradient"),
-    _contender("fobmaml-tangent", "FO-B-MAML, tangent", FOBMAML(stencil="tangent"), "FO-B-MAML tangent"),
+    _contender(
+        "fobmaml-gradient",
+        "FO-B-MAML, gradient nudge",
+        FOBMAML(nu=0.1, nudge="gradient"),
+        "FO-B-MAML gradient",
+    ),
+    _contender(
+        "fobmaml-tangent", "FO-B-MAML, tangent", FOBMAML(stencil="tangent"), "FO-B-MAML tangent"
+    ),
     _contender("maml", "MAML", MAML(), "MAML"),
     _contender("fomaml", "FO-MAML", FOMAML(), "FO-MAML"),
     _contender("reptile", "Reptile", Reptile(), "Reptile"),

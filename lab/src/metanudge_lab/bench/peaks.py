@@ -18,25 +18,33 @@ class Peaks:
 
     Attributes:
         flops: floating-point operations per second of the best large matrix product.
-        bandwidth: pairs (bytes moved, bytes per second) of a triad a = b + c, from cache-sized to large.
+        bandwidth: pairs (bytes moved, bytes per second) of a triad a = b + c, from cache-sized to
+            large.
     """
 
     flops: float
     bandwidth: tuple[tuple[int, float], ...]
 
     def bytes_per_second(self, moved: int) -> float:
-        """The best rate measured at this much traffic or more: what fits into a cache may come from there.
+        """The best rate measured at this much traffic or more: what fits into a cache may come from
+        there.
 
         Example:
             >>> peaks = Peaks(1e9, ((1_000, 8e9), (1_000_000, 2e9)))
-            >>> peaks.bytes_per_second(500), peaks.bytes_per_second(5_000), peaks.bytes_per_second(10**9)
+            >>> (peaks.bytes_per_second(500), peaks.bytes_per_second(5_000),
+            ...     peaks.bytes_per_second(10**9))
             (8000000000.0, 2000000000.0, 2000000000.0)
         """
-        return max([rate for size, rate in self.bandwidth if size >= moved], default=self.bandwidth[-1][1])
+        return max(
+            [rate for size, rate in self.bandwidth if size >= moved], default=self.bandwidth[-1][1]
+        )
 
     def describe(self) -> dict[str, Any]:
         """As JSON values."""
-        return {"flops_per_s": self.flops, "bytes_per_s": [{"moved": size, "rate": rate} for size, rate in self.bandwidth]}
+        return {
+            "flops_per_s": self.flops,
+            "bytes_per_s": [{"moved": size, "rate": rate} for size, rate in self.bandwidth],
+        }
 
 
 _SIDES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024), "cuda": (2048, 4096, 8192)}
@@ -52,7 +60,10 @@ def measure_peaks(device: torch.device, name: Precision = "fp32", *, quick: bool
     with computing_in(name, device), torch.no_grad():
         flops = max(_product_rate(side, device, name) for side in sides)
     if kind == "cuda":  # on a small or crowded card, what fits
-        sizes = tuple(size for size in sizes if size * 1e6 < 0.5 * torch.cuda.mem_get_info(device)[0]) or sizes[:1]
+        sizes = (
+            tuple(size for size in sizes if size * 1e6 < 0.5 * torch.cuda.mem_get_info(device)[0])
+            or sizes[:1]
+        )
     bandwidth = tuple(_triad_rate(megabytes, device) for megabytes in sizes)
     if kind == "cuda":
         torch.cuda.empty_cache()
@@ -63,7 +74,11 @@ def _product_rate(side: int, device: torch.device, name: Precision) -> float:
     dtype = torch.bfloat16 if name == "bf16" else torch.float32
     a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * side**3 / _fastest(lambda: torch.mm(a, b, out=out), device, calls=5 if device.type == "cuda" else 1)
+    return (
+        2
+        * side**3
+        / _fastest(lambda: torch.mm(a, b, out=out), device, calls=5 if device.type == "cuda" else 1)
+    )
 
 
 def _triad_rate(megabytes: float, device: torch.device) -> tuple[int, float]:

@@ -1,7 +1,9 @@
-"""What the arithmetic does to the meta-gradient: its distance from the same learner's in float64, ‖g − g₆₄‖ / ‖g₆₄‖.
+"""What the arithmetic does to the meta-gradient: its distance from the same learner's in float64,
+‖g − g₆₄‖ / ‖g₆₄‖.
 
-A rounding error that flips a choice of ReLU or max-pooling changes a gradient far more than one that does not, so a single error is a
-matter of luck. Many are measured, each on a model and a meta-batch of its own, the same ones for every contender, precision and path.
+A rounding error that flips a choice of ReLU or max-pooling changes a gradient far more than one
+that does not, so a single error is a matter of luck. Many are measured, each on a model and a
+meta-batch of its own, the same ones for every contender, precision and path.
 """
 
 from __future__ import annotations
@@ -59,10 +61,22 @@ class Cell:
             return self.contender.prepare(workload).step()
 
 
-def rounding(case: Case, contenders: Sequence[Contender], config: BenchConfig, device: torch.device, progress: Progress) -> Result:
+def rounding(
+    case: Case,
+    contenders: Sequence[Contender],
+    config: BenchConfig,
+    device: torch.device,
+    progress: Progress,
+) -> Result:
     """Measure one case in every precision that the device has."""
     until = time.monotonic() + config.limit_seconds
-    batches = config.batches if config.batches is not None else _QUICK_BATCHES if config.quick else _BATCHES
+    batches = (
+        config.batches
+        if config.batches is not None
+        else _QUICK_BATCHES
+        if config.quick
+        else _BATCHES
+    )
     workload = _workload(case, config, device, 0)
     precisions, skipped = _precisions(device)
     cells = [
@@ -79,7 +93,10 @@ def rounding(case: Case, contenders: Sequence[Contender], config: BenchConfig, d
         for batch in range(batches):
             begin = time.monotonic()
             if batch and begin + took > until:
-                skipped.append(f"{batches - batch} of {batches} meta-batches left out: the limit of {config.limit_seconds:g} s")
+                skipped.append(
+                    f"{batches - batch} of {batches} meta-batches left out: the limit of"
+                    f" {config.limit_seconds:g} s"
+                )
                 progress.note(f"{case.name}: {skipped[-1]}")
                 break
             found = _one_batch(_workload(case, config, device, batch), list(errors), progress)
@@ -91,7 +108,9 @@ def rounding(case: Case, contenders: Sequence[Contender], config: BenchConfig, d
                 if cell.precision == "bf16" and device.type == "cpu":
                     skipped.append(f"{cell} does not run here: {describe(error)}")
                 else:
-                    failed.append({**names(cell.contender), "label": str(cell), "error": describe(error)})
+                    failed.append(
+                        {**names(cell.contender), "label": str(cell), "error": describe(error)}
+                    )
             clear(device)
             took, done = max(took, time.monotonic() - begin), batch + 1
     finally:
@@ -110,7 +129,9 @@ def rounding(case: Case, contenders: Sequence[Contender], config: BenchConfig, d
 
 
 def paths(workload: Workload, name: Precision) -> dict[str, bool]:
-    """The ways through the model in a precision, and whether each may build kernels; a single one where both come to the same."""
+    """The ways through the model in a precision, and whether each may build kernels; a single one
+    where both come to the same.
+    """
     problem = Problem(Objective(workload.model, workload.loss), workload.lam)
     found: dict[str, bool] = {}
     for compiled in (True, False):
@@ -121,7 +142,9 @@ def paths(workload: Workload, name: Precision) -> dict[str, bool]:
 
 def in_float64(workload: Workload) -> Workload:
     """The same weights and data, as float64."""
-    return dataclasses.replace(workload, model=workload.copy_model().double(), tasks=workload.tasks.to(torch.float64))
+    return dataclasses.replace(
+        workload, model=workload.copy_model().double(), tasks=workload.tasks.to(torch.float64)
+    )
 
 
 def relative_error(gradient: Gradient, exact: Gradient) -> float:
@@ -132,7 +155,10 @@ def relative_error(gradient: Gradient, exact: Gradient) -> float:
         >>> relative_error({"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.5)}, exact)
         0.1
     """
-    squares = [((gradient[n].double() - g.double()).square().sum(), g.double().square().sum()) for n, g in exact.items()]
+    squares = [
+        ((gradient[n].double() - g.double()).square().sum(), g.double().square().sum())
+        for n, g in exact.items()
+    ]
     difference, size = (torch.stack(column).sum().sqrt() for column in zip(*squares, strict=True))
     return float(difference / size)
 
@@ -147,8 +173,11 @@ def median(errors: Numbers) -> Numbers:
     return np.asarray(np.median(errors, axis=-1))
 
 
-def ratio(errors: Numbers, others: Numbers, statistic: Callable[[Numbers], Numbers]) -> dict[str, Any]:
-    """A statistic of errors over that of others on the same batches, and its 95 % interval from a bootstrap over the batches.
+def ratio(
+    errors: Numbers, others: Numbers, statistic: Callable[[Numbers], Numbers]
+) -> dict[str, Any]:
+    """A statistic of errors over that of others on the same batches, and its 95 % interval from a
+    bootstrap over the batches.
 
     Example:
         >>> ratio(np.array([2.0, 4.0, 6.0]), np.array([1.0, 2.0, 3.0]), median)
@@ -158,12 +187,16 @@ def ratio(errors: Numbers, others: Numbers, statistic: Callable[[Numbers], Numbe
     interval = None
     if count > 1:
         drawn = np.random.default_rng(0).integers(count, size=(_DRAWS, count))
-        interval = np.quantile(statistic(errors[drawn]) / statistic(others[drawn]), (0.025, 0.975)).tolist()
+        interval = np.quantile(
+            statistic(errors[drawn]) / statistic(others[drawn]), (0.025, 0.975)
+        ).tolist()
     return {"ratio": float(statistic(errors) / statistic(others)), "interval": interval}
 
 
 def _workload(case: Case, config: BenchConfig, device: torch.device, batch: int) -> Workload:
-    """A model and a meta-batch of their own for every number; a case makes them from two neighbouring seeds."""
+    """A model and a meta-batch of their own for every number; a case makes them from two
+    neighbouring seeds.
+    """
     tasks = {} if config.quick or config.tasks is not None else {"tasks": _TASKS[device.type]}
     return workload_of(case, config, device, seed=2 * batch, **tasks)
 
@@ -172,11 +205,17 @@ def _precisions(device: torch.device) -> tuple[list[Precision], list[str]]:
     """Those that the device has, and why it lacks the others."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         return ["fp32", "tf32", "bf16"], []
-    reason = "this GPU has no TF32 products" if device.type == "cuda" else "TF32 products are a matter of GPUs"
+    reason = (
+        "this GPU has no TF32 products"
+        if device.type == "cuda"
+        else "TF32 products are a matter of GPUs"
+    )
     return ["fp32", "bf16"], [f"tf32 left out: {reason}"]
 
 
-def _one_batch(workload: Workload, cells: Sequence[Cell], progress: Progress) -> dict[Cell, float | Exception]:
+def _one_batch(
+    workload: Workload, cells: Sequence[Cell], progress: Progress
+) -> dict[Cell, float | Exception]:
     """The error of each cell on one meta-batch, or what it raised."""
     exact: dict[str, Gradient] = {}
     found: dict[Cell, float | Exception] = {}
@@ -185,10 +224,13 @@ def _one_batch(workload: Workload, cells: Sequence[Cell], progress: Progress) ->
         begin = time.monotonic()
         name = cell.contender.name
         if name not in exact:
-            exact[name] = Cell(cell.contender, "fp32", LAYERS, compiled=False).gradient(in_float64(workload))
+            exact[name] = Cell(cell.contender, "fp32", LAYERS, compiled=False).gradient(
+                in_float64(workload)
+            )
         try:
             found[cell] = relative_error(cell.gradient(workload), exact[name])
-        except Exception as error:  # an operator that this precision lacks, an overflow: a result as well
+        # an operator that this precision lacks, an overflow: a result as well
+        except Exception as error:
             found[cell] = error
             progress.note(f"{workload.case}: {cell} failed. {describe(error)}")
         progress.finish(str(cell), time.monotonic() - begin)
@@ -209,16 +251,26 @@ def _row(cell: Cell, errors: Numbers) -> Result:
 
 def _ratios(errors: dict[Cell, list[float]]) -> list[Result]:
     """Blocks over layer by layer, where both were measured."""
-    layers = {(cell.contender.name, cell.precision): np.array(found) for cell, found in errors.items() if cell.path == LAYERS}
+    layers = {
+        (cell.contender.name, cell.precision): np.array(found)
+        for cell, found in errors.items()
+        if cell.path == LAYERS
+    }
     rows = []
     for cell, found in errors.items():
         others = layers.get((cell.contender.name, cell.precision))
         if cell.path == BLOCKS and others is not None:
-            compared = {"rms": ratio(np.array(found), others, root_mean_square), "median": ratio(np.array(found), others, median)}
+            compared = {
+                "rms": ratio(np.array(found), others, root_mean_square),
+                "median": ratio(np.array(found), others, median),
+            }
             rows.append({**names(cell.contender), "precision": cell.precision, **compared})
     return rows
 
 
 def _all_precisions(found: Result) -> Result:
     """A context that names none, since all were measured."""
-    return {**found, "config": {name: value for name, value in found["config"].items() if name != "precision"}}
+    return {
+        **found,
+        "config": {name: value for name, value in found["config"].items() if name != "precision"},
+    }

@@ -1,4 +1,6 @@
-"""A run of the benchmark as configured: measure case by case, and write each result when it is there."""
+"""A run of the benchmark as configured: measure case by case, and write each result when it is
+there.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,15 @@ def run(config: BenchConfig, progress: Progress) -> Iterator[tuple[Path, Result]
     """Every result, and the file it was written to, as they come."""
     _check(config)
     device, cases = device_called(config.device), find_cases(config.case)
-    default = ("fobmaml-loss",) if config.explain else SCALING if config.scaling else ROUNDING if config.rounding else ()
+    default = (
+        ("fobmaml-loss",)
+        if config.explain
+        else SCALING
+        if config.scaling
+        else ROUNDING
+        if config.rounding
+        else ()
+    )
     contenders = choose(CONTENDERS, config.only or default)
     if config.rounding:
         _check_ours(contenders)
@@ -47,7 +57,11 @@ def run(config: BenchConfig, progress: Progress) -> Iterator[tuple[Path, Result]
             with compilation(config.compile):
                 found = list(_measure(case, contenders, config, device, progress))
             for name, result in found:
-                endings = [device.type, *([] if config.rounding else [config.precision]), *(["quick"] if config.quick else [])]
+                endings = [
+                    device.type,
+                    *([] if config.rounding else [config.precision]),
+                    *(["quick"] if config.quick else []),
+                ]
                 file = config.out / f"{'-'.join([name, *endings])}.json"
                 write(file, result)
                 yield file, result
@@ -56,7 +70,11 @@ def run(config: BenchConfig, progress: Progress) -> Iterator[tuple[Path, Result]
 
 
 def _measure(
-    case: Case, contenders: list[Contender], config: BenchConfig, device: torch.device, progress: Progress
+    case: Case,
+    contenders: list[Contender],
+    config: BenchConfig,
+    device: torch.device,
+    progress: Progress,
 ) -> Iterator[tuple[str, Result]]:
     if config.explain:
         for contender in contenders:
@@ -69,19 +87,32 @@ def _measure(
     elif config.rounding:
         yield f"{case.name}-rounding", rounding(case, contenders, config, device, progress)
     else:
-        first = _first_steps(case, contenders, config, device, progress) if config.first_step else {}
+        first = (
+            _first_steps(case, contenders, config, device, progress) if config.first_step else {}
+        )
         result = compare(case, contenders, config, device, progress)
         result["failed"] += first.pop("failed", [])
         yield case.name, {**result, **first}
 
 
-def _first_steps(case: Case, contenders: list[Contender], config: BenchConfig, device: torch.device, progress: Progress) -> Result:
+def _first_steps(
+    case: Case,
+    contenders: list[Contender],
+    config: BenchConfig,
+    device: torch.device,
+    progress: Progress,
+) -> Result:
     """Of the first contender that is ours; as an entry of the result, or of its failures."""
     own = next((c for c in contenders if c.ours), None)
     if own is None:
         return {}
     progress.note(f"{case.name}: first meta-step of a fresh process")
-    options: Any = {"device": str(device), "precision": config.precision, "quick": config.quick, "threads": config.threads}
+    options: Any = {
+        "device": str(device),
+        "precision": config.precision,
+        "quick": config.quick,
+        "threads": config.threads,
+    }
     options["steps"] = config.steps
     if config.tasks is not None:
         options["tasks"] = config.tasks
@@ -89,7 +120,17 @@ def _first_steps(case: Case, contenders: list[Contender], config: BenchConfig, d
         return {"first_step": first_steps(own.name, case.name, **options)}
     except RuntimeError as error:
         label = "The first meta-step of a fresh process"
-        return {"failed": [{"name": own.name, "label": label, "package": "metanudge", "method": "", "error": str(error)}]}
+        return {
+            "failed": [
+                {
+                    "name": own.name,
+                    "label": label,
+                    "package": "metanudge",
+                    "method": "",
+                    "error": str(error),
+                }
+            ]
+        }
 
 
 def show(result: Result) -> list[tables.Table]:
@@ -100,7 +141,10 @@ def show(result: Result) -> list[tables.Table]:
         return [tables.scaling(result)]
     if result["kind"] == "rounding":
         return [tables.rounding(result)]
-    return [tables.comparison(result), *([tables.first_steps(result)] if "first_step" in result else [])]
+    return [
+        tables.comparison(result),
+        *([tables.first_steps(result)] if "first_step" in result else []),
+    ]
 
 
 def write(file: Path, result: Result) -> None:
@@ -113,16 +157,26 @@ def read(file: Path) -> Result:
     try:
         result: Any = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"There is no file {file}. metanudge bench writes results to results/bench.") from error
+        raise UserError(
+            f"There is no file {file}. metanudge bench writes results to results/bench."
+        ) from error
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a result of metanudge bench: {error}") from error
-    if not isinstance(result, dict) or result.get("kind") not in ("compare", "scaling", "explain", "rounding"):
+    if not isinstance(result, dict) or result.get("kind") not in (
+        "compare",
+        "scaling",
+        "explain",
+        "rounding",
+    ):
         raise UserError(f"{file} is not a result of metanudge bench.")
     return result
 
 
 def _check(config: BenchConfig) -> None:
-    counts = {name: getattr(config, name) for name in ("repeats", "warmup", "steps", "tasks", "threads", "batches")}
+    counts = {
+        name: getattr(config, name)
+        for name in ("repeats", "warmup", "steps", "tasks", "threads", "batches")
+    }
     for name, number in counts.items():
         if number is not None and number < 1:
             raise UserError(f"--{name} {number} is too small. Use 1 or more.")
@@ -131,11 +185,13 @@ def _check(config: BenchConfig) -> None:
         raise UserError(f"{' and '.join(modes)} measure different things. Use one at a time.")
     if config.rounding and config.precision != "fp32":
         raise UserError(
-            f"--rounding measures every precision of the device, so --precision {config.precision} has no meaning. Leave it out."
+            f"--rounding measures every precision of the device, so --precision {config.precision}"
+            " has no meaning. Leave it out."
         )
     if config.batches is not None and not config.rounding:
         raise UserError(
-            f"--batches {config.batches} counts the meta-batches of --rounding. For more calls of each contender, use --repeats."
+            f"--batches {config.batches} counts the meta-batches of --rounding. For more calls of"
+            " each contender, use --repeats."
         )
 
 
@@ -144,5 +200,6 @@ def _check_ours(contenders: list[Contender]) -> None:
         if not contender.ours:
             own = ", ".join(c.name for c in CONTENDERS if c.ours)
             raise UserError(
-                f"--rounding looks into metanudge's own arithmetic, but {contender.name} is {contender.package}'s. Use {own}."
+                f"--rounding looks into metanudge's own arithmetic, but {contender.name} is"
+                f" {contender.package}'s. Use {own}."
             )

@@ -24,11 +24,18 @@ QUICK_AXES = {"tasks": (1, 2, 4), "steps": (1, 2, 4), "shots": (1, 2)}
 _ABOVE_LAUNCHES = 1.5
 
 
-def scale(case: Case, contenders: Sequence[Contender], config: BenchConfig, device: torch.device, progress: Progress) -> Result:
-    """Measure every axis within the time limit, in rounds: the smallest value of each, then the next of each, and so on.
+def scale(
+    case: Case,
+    contenders: Sequence[Contender],
+    config: BenchConfig,
+    device: torch.device,
+    progress: Progress,
+) -> Result:
+    """Measure every axis within the time limit, in rounds: the smallest value of each, then the
+    next of each, and so on.
 
-    An axis ends where its next value would probably take too long, or where nobody is left: a contender that failed at one value is not
-    tried at a larger one.
+    An axis ends where its next value would probably take too long, or where nobody is left: a
+    contender that failed at one value is not tried at a larger one.
     """
     until = time.monotonic() + config.limit_seconds
     axes = QUICK_AXES if config.quick else AXES
@@ -46,7 +53,10 @@ def scale(case: Case, contenders: Sequence[Contender], config: BenchConfig, devi
                 if not going[axis]:
                     continue
                 if begin + took[axis] > until:
-                    notes.append(f"{axis} = {value} and more left out: the limit of {config.limit_seconds:g} s")
+                    notes.append(
+                        f"{axis} = {value} and more left out: the limit of"
+                        f" {config.limit_seconds:g} s"
+                    )
                     progress.note(f"{case.name}: {notes[-1]}")
                     going[axis] = []
                     continue
@@ -64,7 +74,10 @@ def scale(case: Case, contenders: Sequence[Contender], config: BenchConfig, devi
         "case": case.name,
         "title": title_of(case, config),
         **context(workload, config, device, peaks),
-        "curves": [*_curves(points, "time", "seconds", tuple(axes)), *_curves(points, "memory", "memory_bytes", ("steps",))],
+        "curves": [
+            *_curves(points, "time", "seconds", tuple(axes)),
+            *_curves(points, "memory", "memory_bytes", ("steps",)),
+        ],
         "points": points,
         "notes": notes,
     }
@@ -78,11 +91,22 @@ def in_rounds(axes: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
         [('tasks', 4), ('shots', 1), ('tasks', 8), ('shots', 2), ('tasks', 16)]
     """
     rounds = range(max(map(len, axes.values())))
-    return [(axis, values[number]) for number in rounds for axis, values in axes.items() if number < len(values)]
+    return [
+        (axis, values[number])
+        for number in rounds
+        for axis, values in axes.items()
+        if number < len(values)
+    ]
 
 
 def _measure(
-    case: Case, contenders: Sequence[Contender], config: BenchConfig, device: torch.device, axis: str, value: int, notes: list[str]
+    case: Case,
+    contenders: Sequence[Contender],
+    config: BenchConfig,
+    device: torch.device,
+    axis: str,
+    value: int,
+    notes: list[str],
 ) -> list[Result]:
     workload = workload_of(case, config, device, **{axis: value})
     entrants = []
@@ -91,7 +115,15 @@ def _measure(
             entrants.append(enter(contender, workload, config))
         except Exception as error:  # out of memory, mostly: the curve ends there
             notes.append(f"{contender.label} at {axis} = {value}: {type(error).__name__}")
-    times = round_robin({e.contender.name: e.prepared.step for e in entrants}, rounds=config.repeats, device=device) if entrants else {}
+    times = (
+        round_robin(
+            {e.contender.name: e.prepared.step for e in entrants},
+            rounds=config.repeats,
+            device=device,
+        )
+        if entrants
+        else {}
+    )
     rows = [
         {
             "name": e.contender.name,
@@ -110,7 +142,9 @@ def _measure(
     return rows
 
 
-def _curves(points: list[Result], quantity: str, key: str, axes: tuple[str, ...]) -> list[dict[str, Any]]:
+def _curves(
+    points: list[Result], quantity: str, key: str, axes: tuple[str, ...]
+) -> list[dict[str, Any]]:
     curves = []
     for axis in axes:
         for name in dict.fromkeys(point["name"] for point in points):
@@ -133,12 +167,13 @@ def _curves(points: list[Result], quantity: str, key: str, axes: tuple[str, ...]
 
 
 def exponent(points: Sequence[tuple[float, float]], *, above_launches: bool) -> float | None:
-    """The slope of measured against value in log-log, by least squares; None where too few points are left.
+    """The slope of measured against value in log-log, by least squares; None where too few points
+    are left.
 
     Args:
         points: pairs (value, measured).
-        above_launches: leave out points that take less than 1.5 times the shortest one: there it is launching kernels, or calling
-            operators, that takes the time, and not computing.
+        above_launches: leave out points that take less than 1.5 times the shortest one: there it is
+            launching kernels, or calling operators, that takes the time, and not computing.
 
     Example:
         >>> round(exponent([(1, 3.0), (2, 12.0), (4, 48.0)], above_launches=False), 6)
@@ -149,9 +184,13 @@ def exponent(points: Sequence[tuple[float, float]], *, above_launches: bool) -> 
     """
     if above_launches:
         floor = min(measured for _, measured in points)
-        points = [(value, measured) for value, measured in points if measured >= _ABOVE_LAUNCHES * floor]
+        points = [
+            (value, measured) for value, measured in points if measured >= _ABOVE_LAUNCHES * floor
+        ]
     if len(points) < 2:
         return None
     x, y = ([math.log(pair[i]) for pair in points] for i in (0, 1))
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum(
+        (a - mean_x) ** 2 for a in x
+    )

@@ -32,7 +32,9 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Entrant:
-    """A contender that has warmed up: how long each warm-up call took (the first with all preparations), and its peak memory."""
+    """A contender that has warmed up: how long each warm-up call took (the first with all
+    preparations), and its peak memory.
+    """
 
     contender: Contender
     prepared: Prepared
@@ -40,7 +42,13 @@ class Entrant:
     memory: int
 
 
-def compare(case: Case, contenders: Sequence[Contender], config: BenchConfig, device: torch.device, progress: Progress) -> Result:
+def compare(
+    case: Case,
+    contenders: Sequence[Contender],
+    config: BenchConfig,
+    device: torch.device,
+    progress: Progress,
+) -> Result:
     """Measure one case."""
     until = time.monotonic() + config.limit_seconds
     workload = workload_of(case, config, device)
@@ -57,13 +65,20 @@ def compare(case: Case, contenders: Sequence[Contender], config: BenchConfig, de
                 begin = time.monotonic()
                 try:
                     entrants.append(enter(contender, workload, config))
-                except Exception as error:  # whatever a foreign package raises; a rival that fails is a result
+                # whatever a foreign package raises; a rival that fails is a result
+                except Exception as error:
                     failed.append({**names(contender), "error": describe(error)})
                     progress.note(f"{case.name}: {contender.name} failed. {failed[-1]['error']}")
                     clear(device)
                 progress.finish(f"{contender.name}, warm-up", time.monotonic() - begin)
             works = {entrant.contender.name: entrant.prepared.step for entrant in entrants}
-            times = round_robin(works, rounds=config.repeats, device=device, until=until, done=progress.finish) if works else {}
+            times = (
+                round_robin(
+                    works, rounds=config.repeats, device=device, until=until, done=progress.finish
+                )
+                if works
+                else {}
+            )
     finally:
         progress.end()
     return {
@@ -73,7 +88,11 @@ def compare(case: Case, contenders: Sequence[Contender], config: BenchConfig, de
         **context(workload, config, device, peaks),
         "rows": [row(entrant, times[entrant.contender.name], model, peaks) for entrant in entrants],
         "failed": failed,
-        "absent": [{**names(c), "reason": reason} for c in contenders if (reason := c.absence(device)) is not None],
+        "absent": [
+            {**names(c), "reason": reason}
+            for c in contenders
+            if (reason := c.absence(device)) is not None
+        ],
     }
 
 
@@ -98,8 +117,8 @@ def warmup_calls(config: BenchConfig, device: torch.device) -> int:
 def enter(contender: Contender, workload: Workload, config: BenchConfig) -> Entrant:
     """Prepare and warm up a contender, and measure its memory.
 
-    On a GPU the memory is that of preparation and warm-up, since recorded graphs allocate then and never again; on a CPU that of one more
-    call.
+    On a GPU the memory is that of preparation and warm-up, since recorded graphs allocate then and
+    never again; on a CPU that of one more call.
     """
     device = workload.device
     ready: list[Prepared] = []
@@ -146,11 +165,20 @@ def row(entrant: Entrant, times: Times, model: CostModel, peaks: Peaks) -> Resul
 _NO_SETTINGS = ("draw", "out", "explain", "scaling", "rounding", "batches")
 
 
-def context(workload: Workload, config: BenchConfig, device: torch.device, peaks: Peaks | None = None) -> Result:
+def context(
+    workload: Workload, config: BenchConfig, device: torch.device, peaks: Peaks | None = None
+) -> Result:
     """Where and how it was measured, as JSON values."""
-    settings = {name: _json(value) for name, value in asdict(config).items() if name not in _NO_SETTINGS}
+    settings = {
+        name: _json(value) for name, value in asdict(config).items() if name not in _NO_SETTINGS
+    }
     return {
-        "provenance": {**provenance(device), "packages": _versions(), "load": _load(), "openmp": _openmp()},
+        "provenance": {
+            **provenance(device),
+            "packages": _versions(),
+            "load": _load(),
+            "openmp": _openmp(),
+        },
         "config": settings,
         "workload": workload.describe(),
         **({} if peaks is None else {"peaks": peaks.describe()}),
@@ -159,7 +187,12 @@ def context(workload: Workload, config: BenchConfig, device: torch.device, peaks
 
 def names(contender: Contender) -> Result:
     """Whose numbers these are, as JSON values."""
-    return {"name": contender.name, "label": contender.label, "package": contender.package, "method": contender.method}
+    return {
+        "name": contender.name,
+        "label": contender.label,
+        "package": contender.package,
+        "method": contender.method,
+    }
 
 
 def _versions() -> dict[str, str]:
@@ -177,7 +210,11 @@ def _load() -> list[float] | None:
 
 
 def _openmp() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))
+    }
 
 
 def _json(value: Any) -> Any:

@@ -62,7 +62,16 @@ def comparison(result: Result) -> Table:
     """The table of a comparison, fastest first."""
     rows = result["rows"]
     fastest = min((row["seconds"]["median"] for row in rows), default=0.0)
-    columns = ["contender", "by", "median", "quartiles", "× fastest", "peak memory", "gradients/s", "× roofline"]
+    columns = [
+        "contender",
+        "by",
+        "median",
+        "quartiles",
+        "× fastest",
+        "peak memory",
+        "gradients/s",
+        "× roofline",
+    ]
     body = []
     for row in sorted(rows, key=lambda row: row["seconds"]["median"]):
         seconds = row["seconds"]
@@ -83,13 +92,20 @@ def comparison(result: Result) -> Table:
     if any("cpu_median" in row["seconds"] for row in rows):
         columns.insert(4, "CPU time")
     return Table(
-        f"{result['title']}: {_work(result)}, on {where(result)}", tuple(columns), tuple(map(tuple, body)), tuple(_remarks(result))
+        f"{result['title']}: {_work(result)}, on {where(result)}",
+        tuple(columns),
+        tuple(map(tuple, body)),
+        tuple(_remarks(result)),
     )
 
 
 def _remarks(result: Result) -> list[str]:
     rounds = sorted({len(row["seconds"]["samples"]) for row in result["rows"]})
-    calls = "One call of each." if rounds == [1] else f"Medians of {' to '.join(map(str, rounds))} interleaved calls."
+    calls = (
+        "One call of each."
+        if rounds == [1]
+        else f"Medians of {' to '.join(map(str, rounds))} interleaved calls."
+    )
     notes = [f"{calls} Rivals run MAML's plain SGD, without our proximal term."]
     notes += [f"{row['label']} failed: {row['error']}" for row in result["failed"]]
     reasons: dict[str, list[str]] = {}
@@ -102,10 +118,20 @@ def _remarks(result: Result) -> list[str]:
 def first_steps(result: Result) -> Table:
     """The table of what a fresh process takes to its first meta-step."""
     rows = tuple(
-        (row["contender"], row["caches"], *(duration(row[key]) for key in ("import_s", "first_step_s", "second_step_s")))
+        (
+            row["contender"],
+            row["caches"],
+            *(duration(row[key]) for key in ("import_s", "first_step_s", "second_step_s")),
+        )
         for row in result["first_step"]
     )
-    columns = ("a fresh process", "compilers' caches", "imports", "to the end of the first step", "the second step")
+    columns = (
+        "a fresh process",
+        "compilers' caches",
+        "imports",
+        "to the end of the first step",
+        "the second step",
+    )
     return Table("How long the first meta-step takes", columns, rows)
 
 
@@ -117,8 +143,19 @@ def scaling(result: Result) -> Table:
         exponent = "launch-bound" if curve["exponent"] is None else f"{curve['exponent']:.2f}"
         lines.append((curve["label"], f"{curve['quantity']} / {curve['axis']}", exponent, points))
     title = f"{result['title']}: how it grows, on {where(result)}"
-    notes = ("Exponents are slopes in log-log, fitted above the launch-bound regime: where it takes at least 1.5 times the shortest.",)
-    return Table(title, ("contender", "quantity", "exponent", "measured"), tuple(lines), notes, left=(0, 1, 3))
+    notes = (
+        (
+            "Exponents are slopes in log-log, fitted above the launch-bound regime: where it takes"
+            " at least 1.5 times the shortest."
+        ),
+    )
+    return Table(
+        title,
+        ("contender", "quantity", "exponent", "measured"),
+        tuple(lines),
+        notes,
+        left=(0, 1, 3),
+    )
 
 
 def rounding(result: Result) -> Table:
@@ -129,23 +166,48 @@ def rounding(result: Result) -> Table:
         columns += ["RMS, blocks / layers", "median, blocks / layers"]
     lines = []
     for row in result["rows"]:
-        cells = [row["label"], row["precision"], row["path"], *(f"{row[key]:.2e}" for key in ("rms", "median", "largest"))]
+        cells = [
+            row["label"],
+            row["precision"],
+            row["path"],
+            *(f"{row[key]:.2e}" for key in ("rms", "median", "largest")),
+        ]
         if ratios:
-            compared = ratios.get((row["name"], row["precision"])) if row["path"] == "blocks" else None
-            cells += ["" if compared is None else _ratio(compared[key]) for key in ("rms", "median")]
+            compared = (
+                ratios.get((row["name"], row["precision"])) if row["path"] == "blocks" else None
+            )
+            cells += [
+                "" if compared is None else _ratio(compared[key]) for key in ("rms", "median")
+            ]
         lines.append(tuple(cells))
     batches = "1 meta-batch" if result["batches"] == 1 else f"{result['batches']} meta-batches"
-    notes = [f"Relative to the meta-gradient of the same learner in float64, over {batches}, each with a model of its own."]
-    notes.append("A rounding that flips a choice of ReLU or max-pooling makes an error jump: few large ones rule the root mean square.")
+    notes = []
+    notes.append(
+        f"Relative to the meta-gradient of the same learner in float64, over {batches}, each with a"
+        " model of its own."
+    )
+    notes.append(
+        "A rounding that flips a choice of ReLU or max-pooling makes an error jump: few large ones"
+        " rule the root mean square."
+    )
     if ratios:
         notes.append("In brackets 95 % intervals, from a bootstrap over the meta-batches.")
-    notes += [f"{row['label']} failed: {row['error']}" for row in result["failed"]] + result["skipped"]
-    title = f"{result['title']}: rounding errors of the meta-gradient, {_work(result)}, on {where(result)}"
+    notes += [f"{row['label']} failed: {row['error']}" for row in result["failed"]] + result[
+        "skipped"
+    ]
+    title = (
+        f"{result['title']}: rounding errors of the meta-gradient, {_work(result)}, on"
+        f" {where(result)}"
+    )
     return Table(title, tuple(columns), tuple(lines), tuple(notes), left=(0, 1, 2))
 
 
 def _ratio(compared: Result) -> str:
-    interval = "" if compared["interval"] is None else f" ({'–'.join(f'{end:.3g}' for end in compared['interval'])})"
+    interval = (
+        ""
+        if compared["interval"] is None
+        else f" ({'–'.join(f'{end:.3g}' for end in compared['interval'])})"
+    )
     return f"{compared['ratio']:.3g}{interval}"
 
 
@@ -155,31 +217,80 @@ def _value(curve: Result, value: float) -> str:
 
 def explanation(result: Result) -> list[Table]:
     """The cost model, the layers and the operators of an explained meta-step."""
-    work, seconds, bound = result["work_per_task"], result["seconds"]["median"], result["roofline_s"]
-    evaluations = f"{work['support_gradients']:g} support and {work['query_gradients']:g} query gradients"
+    work, seconds, bound = (
+        result["work_per_task"],
+        result["seconds"]["median"],
+        result["roofline_s"],
+    )
+    evaluations = (
+        f"{work['support_gradients']:g} support and {work['query_gradients']:g} query gradients"
+    )
     if work["hessian_products"]:
         evaluations += f", {work['hessian_products']:g} Hessian products"
     facts = [
         ("per task", evaluations),
-        ("arithmetic", f"{amount(result['flops'], 'FLOP')}, {amount(result['flops_per_s'], 'FLOP/s')} reached"),
-        ("best product", f"{amount(result['peaks']['flops_per_s'], 'FLOP/s')} measured on this machine"),
-        ("least traffic", f"{amount(result['least_bytes'], 'B')}, {result['flops'] / result['least_bytes']:.3g} FLOP per byte"),
-        ("roofline", f"{duration(bound)} at best; measured {duration(seconds)}, {seconds / bound:.3g} times as long"),
+        (
+            "arithmetic",
+            f"{amount(result['flops'], 'FLOP')}, {amount(result['flops_per_s'], 'FLOP/s')} reached",
+        ),
+        (
+            "best product",
+            f"{amount(result['peaks']['flops_per_s'], 'FLOP/s')} measured on this machine",
+        ),
+        (
+            "least traffic",
+            (
+                f"{amount(result['least_bytes'], 'B')},"
+                f" {result['flops'] / result['least_bytes']:.3g} FLOP per byte"
+            ),
+        ),
+        (
+            "roofline",
+            (
+                f"{duration(bound)} at best; measured {duration(seconds)}, {seconds / bound:.3g}"
+                " times as long"
+            ),
+        ),
         ("peak memory", amount(result["memory_bytes"], "B")),
         ("operators", f"{result['operators']:,} called"),
     ]
     if result["kernels"] is not None:
-        facts.append(("kernels", f"{result['kernels']:,} on the device, from {result['launches']:,} launches"))
+        facts.append(
+            (
+                "kernels",
+                f"{result['kernels']:,} on the device, from {result['launches']:,} launches",
+            )
+        )
     layers = tuple(
-        (layer["name"], amount(layer["flops"], "FLOP"), amount(layer["bytes"], "B"), layer["bound_by"], f"{layer['seconds'] / bound:.1%}")
+        (
+            layer["name"],
+            amount(layer["flops"], "FLOP"),
+            amount(layer["bytes"], "B"),
+            layer["bound_by"],
+            f"{layer['seconds'] / bound:.1%}",
+        )
         for layer in result["layers"]
     )
-    spent = tuple((op["name"], f"{op['calls']:,}", duration(op["seconds"]), f"{op['share']:.1%}") for op in result["time"])
-    title = f"{result['title']}, {result['label']} ({result['engine']}): {_work(result)}, on {where(result)}"
+    spent = tuple(
+        (op["name"], f"{op['calls']:,}", duration(op["seconds"]), f"{op['share']:.1%}")
+        for op in result["time"]
+    )
+    title = (
+        f"{result['title']}, {result['label']} ({result['engine']}): {_work(result)}, on"
+        f" {where(result)}"
+    )
     return [
         Table(title, ("", "meta-step"), tuple(facts), left=(0, 1)),
-        Table("What must be computed", ("multiplication, one task", "operations", "least traffic", "bound by", "of the bound"), layers),
-        Table("Where the time goes (profiled: slower than unobserved)", (result["time_of"], "calls", "time", "share"), spent),
+        Table(
+            "What must be computed",
+            ("multiplication, one task", "operations", "least traffic", "bound by", "of the bound"),
+            layers,
+        ),
+        Table(
+            "Where the time goes (profiled: slower than unobserved)",
+            (result["time_of"], "calls", "time", "share"),
+            spent,
+        ),
     ]
 
 
@@ -188,9 +299,14 @@ def where(result: Result) -> str:
     machine = result["provenance"]
     threads = f"{machine['threads']} thread" + "s" * (machine["threads"] > 1)
     name = machine["device"] if machine["cuda"] else f"{machine['cpu']}, {threads}"
-    return ", ".join([name, *([result["config"]["precision"]] if "precision" in result["config"] else [])])
+    return ", ".join(
+        [name, *([result["config"]["precision"]] if "precision" in result["config"] else [])]
+    )
 
 
 def _work(result: Result) -> str:
     work = result["workload"]
-    return f"{work['tasks']} tasks of {work['support']} + {work['query']} examples, {work['steps']} steps"
+    return (
+        f"{work['tasks']} tasks of {work['support']} + {work['query']} examples, {work['steps']}"
+        " steps"
+    )

@@ -1,4 +1,6 @@
-"""Wall-clock times of many pieces of work, interleaved: a machine that slows down slows down for all of them."""
+"""Wall-clock times of many pieces of work, interleaved: a machine that slows down slows down for
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import torch
 
 @dataclass
 class Times:
-    """Seconds of every call: on the clock; of the CPU, which others on the machine disturb less; between two events on a GPU."""
+    """Seconds of every call: on the clock; of the CPU, which others on the machine disturb less;
+    between two events on a GPU.
+    """
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -28,7 +32,8 @@ class Times:
         """Median, quartiles and all samples, as JSON values.
 
         Example:
-            >>> Times([4.0, 1.0, 2.0, 3.0]).describe()["median"], Times([4.0, 1.0, 2.0, 3.0, 5.0]).describe()["quartiles"]
+            >>> (Times([4.0, 1.0, 2.0, 3.0]).describe()["median"],
+            ...     Times([4.0, 1.0, 2.0, 3.0, 5.0]).describe()["quartiles"])
             (2.5, [2.0, 4.0])
         """
         described = {
@@ -79,13 +84,15 @@ def round_robin(
     until: float = float("inf"),
     done: Callable[[str, float], None] = lambda name, seconds: None,
 ) -> dict[str, Times]:
-    """Times of every piece of work, one call of each in turn, the turn beginning with another one each round.
+    """Times of every piece of work, one call of each in turn, the turn beginning with another one
+    each round.
 
     Args:
         works: what to time, by name.
         rounds: calls of each.
         device: where it works.
-        until: start no further round that would probably end after this moment of `time.monotonic`; the first is always run.
+        until: start no further round that would probably end after this moment of `time.monotonic`;
+            the first is always run.
         done: told of every call.
     """
     times = {name: Times() for name in works}

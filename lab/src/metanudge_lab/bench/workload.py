@@ -35,7 +35,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Workload:
-    """One meta-step to be done: K steps of gradient descent on every task, then the mean meta-gradient of all parameters.
+    """One meta-step to be done: K steps of gradient descent on every task, then the mean
+    meta-gradient of all parameters.
 
     Attributes:
         case: name of the case.
@@ -101,4 +102,7 @@ class Workload:
 
     def __str__(self) -> str:
         counts = f"{self.support[0].shape[1]} support and {self.query[0].shape[1]} query examples"
-        return f"{len(self.tasks)} tasks of {counts}, {self.steps} inner steps, {self.parameters:,} parameters"
+        return (
+            f"{len(self.tasks)} tasks of {counts}, {self.steps} inner steps, {self.parameters:,}"
+            " parameters"
+        )

@@ -21,9 +21,9 @@ examples:
   metanudge bench --case omniglot --only 'fobmaml*' '*maml'    some of them
   metanudge bench --case omniglot --explain --only maml        where the time of a meta-step goes
   metanudge bench --case mnist1d --scaling                     against tasks, steps and shots
-  metanudge bench --case omniglot --rounding                   what fp32, TF32 and bf16 do to the meta-gradient
+  metanudge bench --case omniglot --rounding                   what fp32, TF32, bf16 do to it
   metanudge bench --draw results/bench/omniglot-cuda-tf32.json
-  python -m metanudge_lab.bench --device cuda                  the same where only torch and numpy are installed
+  python -m metanudge_lab.bench --device cuda                  where there is only torch and numpy
   pip install 'metanudge-lab[rivals]'                          the other libraries
 """
 
@@ -40,7 +40,9 @@ def run(argv: list[str]) -> int:
     from metanudge_lab.progress import progress
 
     console = Console(highlight=False)
-    results = ((file, read(file)) for file in config.draw) if config.draw else measure(config, progress())
+    results = (
+        ((file, read(file)) for file in config.draw) if config.draw else measure(config, progress())
+    )
     failed = 0
     for file, result in results:
         for table in show(result):

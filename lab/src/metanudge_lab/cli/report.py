@@ -12,7 +12,8 @@ import tyro
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Draw every figure anew from the saved rows and write report.html and RESULTS.md. Nothing is measured.
+    """Draw every figure anew from the saved rows and write report.html and RESULTS.md. Nothing is
+    measured.
 
     examples:
       metanudge report                                  results/ → results/report.html
@@ -31,12 +32,20 @@ class ReportOptions:
 
 def run(argv: list[str]) -> int:
     """Run the command."""
-    options = tyro.cli(ReportOptions, args=argv, prog="metanudge report", description=cleandoc(ReportOptions.__doc__ or ""))
+    options = tyro.cli(
+        ReportOptions,
+        args=argv,
+        prog="metanudge report",
+        description=cleandoc(ReportOptions.__doc__ or ""),
+    )
     from metanudge.training.errors import UserError
     from metanudge_lab.report.write import MARKDOWN, PAGE, write
 
     if not options.results.is_dir():
-        raise UserError(f"There is no folder {options.results}. Measure something first: metanudge reproduce all --quick.")
+        raise UserError(
+            f"There is no folder {options.results}. Measure something first: metanudge reproduce"
+            " all --quick."
+        )
     file = options.out if options.out is not None else options.results / PAGE
     if file.is_dir():
         raise UserError(f"--out {file} is a folder. Name a file, such as {file / PAGE}.")

@@ -20,13 +20,14 @@ EXAMPLES = """
 examples:
   metanudge reproduce gradient-quality --quick     one figure, in a minute or so
   metanudge reproduce all --quick                  everything at small sizes
-  metanudge reproduce omniglot --device cuda       the full measurement; stop and repeat the command to go on
+  metanudge reproduce omniglot --device cuda       all of it; stop and repeat the command to go on
 """
 
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """Measure experiments, draw their figures, say whether the paper's claims held, and write the page of all results.
+    """Measure experiments, draw their figures, say whether the paper's claims held, and write the
+    page of all results.
 
     Rows are saved after every unit of work; the same command goes on where an earlier one stopped.
     """
@@ -56,7 +57,9 @@ class ReproduceOptions:
 def run(argv: list[str]) -> int:
     """Run the command."""
     description = f"{cleandoc(ReproduceOptions.__doc__ or '')}\n{EXAMPLES}"
-    options = tyro.cli(ReproduceOptions, args=argv, prog="metanudge reproduce", description=description)
+    options = tyro.cli(
+        ReproduceOptions, args=argv, prog="metanudge reproduce", description=description
+    )
     from metanudge_lab.experiments.run import check_names
 
     if not options.names:
@@ -75,7 +78,9 @@ def run(argv: list[str]) -> int:
 
 
 def _measure(names: Sequence[str], options: ReproduceOptions) -> list[str]:
-    """Measure one after the other; what the user can put right does not keep the others from being measured."""
+    """Measure one after the other; what the user can put right does not keep the others from being
+    measured.
+    """
     from metanudge_lab.experiments import load
     from metanudge_lab.experiments.run import Options
     from metanudge_lab.experiments.run import run as measure
@@ -83,7 +88,11 @@ def _measure(names: Sequence[str], options: ReproduceOptions) -> list[str]:
 
     started, show, failures = time.monotonic(), progress(), []
     for name in names:
-        left = None if options.limit_seconds is None else max(0.0, started + options.limit_seconds - time.monotonic())
+        left = (
+            None
+            if options.limit_seconds is None
+            else max(0.0, started + options.limit_seconds - time.monotonic())
+        )
         how = Options(
             mode="quick" if options.quick else "full",
             folder=options.out,
@@ -112,7 +121,11 @@ def _print(entries: Sequence[Entry]) -> None:
     table.add_column("ours", ratio=6)
     for entry in entries:
         quick = " (quick)" if entry.result is not None and entry.result.mode == "quick" else ""
-        table.add_row(f"{entry.name}\n{entry.status}{quick}", entry.experiment.claim, f"{entry.measured} {entry.reason}".strip() or "–")
+        table.add_row(
+            f"{entry.name}\n{entry.status}{quick}",
+            entry.experiment.claim,
+            f"{entry.measured} {entry.reason}".strip() or "–",
+        )
     Console(highlight=False, markup=False).print(table)
 
 

@@ -1,4 +1,6 @@
-"""The paper's figures and tables, measured anew: one file each. `metanudge_lab.experiments.base` says how to write one."""
+"""The paper's figures and tables, measured anew: one file each. `metanudge_lab.experiments.base`
+says how to write one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ NAMES = (
 
 def available() -> tuple[str, ...]:
     """The experiments whose files are there."""
-    return tuple(name for name in NAMES if importlib.util.find_spec(f"{__name__}.{_module(name)}") is not None)
+    return tuple(
+        name
+        for name in NAMES
+        if importlib.util.find_spec(f"{__name__}.{_module(name)}") is not None
+    )
 
 
 def load(name: str) -> Experiment[Any]:

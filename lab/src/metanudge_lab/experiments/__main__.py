@@ -1,4 +1,5 @@
-"""`python -m metanudge_lab.experiments NAME …`: measure and save rows, with nothing but torch and numpy installed.
+"""`python -m metanudge_lab.experiments NAME …`: measure and save rows, with nothing but torch and
+numpy installed.
 
 Figures and the page are drawn from the rows later, by `metanudge report`.
 """
@@ -17,13 +18,40 @@ def main(argv: list[str] | None = None) -> int:
     """Measure; returns the exit code."""
     from metanudge_lab.experiments import available
 
-    parser = argparse.ArgumentParser(prog="python -m metanudge_lab.experiments", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or some of: {', '.join(available())}")
-    parser.add_argument("--quick", action="store_true", help="a minute or so each on two CPU cores, instead of the full measurement")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
-    parser.add_argument("--out", type=Path, default=Path("results"), metavar="FOLDER", help="where NAME.json goes (default: results)")
-    parser.add_argument("--limit-seconds", type=float, metavar="N", help="stop between cells before N seconds are over")
-    parser.add_argument("--cells", default="*", metavar="PATTERN", help="only cells whose label contains or matches it, such as 'seed=0'")
+    parser = argparse.ArgumentParser(
+        prog="python -m metanudge_lab.experiments",
+        description=__doc__.splitlines()[0] if __doc__ else None,
+    )
+    parser.add_argument(
+        "names", nargs="+", metavar="NAME", help=f"all, or some of: {', '.join(available())}"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a minute or so each on two CPU cores, instead of the full measurement",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results"),
+        metavar="FOLDER",
+        help="where NAME.json goes (default: results)",
+    )
+    parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        metavar="N",
+        help="stop between cells before N seconds are over",
+    )
+    parser.add_argument(
+        "--cells",
+        default="*",
+        metavar="PATTERN",
+        help="only cells whose label contains or matches it, such as 'seed=0'",
+    )
     parser.add_argument("--restart", action="store_true", help="forget what was measured before")
     options = parser.parse_args(argv)
     try:
@@ -55,7 +83,10 @@ def _measure(arguments: argparse.Namespace) -> int:
         )
         result = run(load(name), options, progress=show)
         missing = f"{len(result.missing)} cells missing" if result.missing else "complete"
-        show.note(f"{name}: {missing}, {clock(result.seconds)} of measuring, in {result_file(arguments.out, name, options.mode)}")
+        show.note(
+            f"{name}: {missing}, {clock(result.seconds)} of measuring, in"
+            f" {result_file(arguments.out, name, options.mode)}"
+        )
     return 0
 
 

@@ -10,16 +10,30 @@ from typing import Any
 from metanudge_lab import style
 from metanudge_lab.experiments.base import Drawing, Result
 from metanudge_lab.experiments.network_errors import TARGETS
-from metanudge_lab.experiments.variants import DATA, POINTS, Variant, accuracy, cosine, trained_variants
+from metanudge_lab.experiments.variants import (
+    DATA,
+    POINTS,
+    Variant,
+    accuracy,
+    cosine,
+    trained_variants,
+)
 
 
 def cosines(result: Result[Any]) -> Drawing:
-    """Cosine with both targets at the smallest K, symmetric stencil; open markers for what has no ν or chooses its own."""
+    """Cosine with both targets at the smallest K, symmetric stencil; open markers for what has no ν
+    or chooses its own.
+    """
     points = [point for point in POINTS if result.rows(part="error", point=point)]
     steps = min(result.distinct("steps"))
-    figure, axes = style.figure(2 * len(points), width=3.1 * 2 * len(points) + 1.6, height=4.2, sharey=True, squeeze=False)
+    figure, axes = style.figure(
+        2 * len(points), width=3.1 * 2 * len(points) + 1.6, height=4.2, sharey=True, squeeze=False
+    )
     looks = {"theta": ("-", "o"), "shifted": ((0, (5, 2)), "s"), "solution": ((0, (1, 1.2)), "^")}
-    colours = {"loss": style.METHODS["FO-B-MAML"]["color"], "gradient": style.METHODS["FO-B-MAML gradient"]["color"]}
+    colours = {
+        "loss": style.METHODS["FO-B-MAML"]["color"],
+        "gradient": style.METHODS["FO-B-MAML gradient"]["color"],
+    }
     panels = [(point, key) for point in points for key in TARGETS]
     nus = [nu for nu in result.config.nus if nu != "auto"]
     numbers = [float(nu) for nu in nus]
@@ -29,10 +43,23 @@ def cosines(result: Result[Any]) -> Drawing:
             for start, (dash, marker) in looks.items():
                 base = Variant(nudge, start, "symmetric", "")
                 values = [cosine(result, key, point, steps, replace(base, nu=nu)) for nu in nus]
-                look = {"color": colour, "linestyle": dash, "marker": marker, "markersize": 4.5, "linewidth": 1.6}
+                look = {
+                    "color": colour,
+                    "linestyle": dash,
+                    "marker": marker,
+                    "markersize": 4.5,
+                    "linewidth": 1.6,
+                }
                 one.plot(numbers, values, **look, label=f"{nudge} nudge, from {start}")
-                for place, other in ((left, replace(base, stencil="tangent")), (right, replace(base, nu="auto"))):
-                    one.plot([place], [cosine(result, key, point, steps, other)], **{**look, "fillstyle": "none", "linestyle": ""})
+                for place, other in (
+                    (left, replace(base, stencil="tangent")),
+                    (right, replace(base, nu="auto")),
+                ):
+                    one.plot(
+                        [place],
+                        [cosine(result, key, point, steps, other)],
+                        **{**look, "fillstyle": "none", "linestyle": ""},
+                    )
         one.set(xscale="log", xlabel="ν", title=f"{point}: {TARGETS[key]}")
         one.set_xticks([left, *numbers, right], ["tangent", *nus, "auto"], fontsize=8)
         one.xaxis.minorticks_off()
@@ -43,32 +70,84 @@ def cosines(result: Result[Any]) -> Drawing:
 
 
 def accuracies(result: Result[Any], parts: Sequence[str]) -> Drawing:
-    """One line for each trained variant, one panel for each data set; open markers for more steps of adaptation than in training."""
-    variants = [v for v in trained_variants(result.config.options) if any(accuracy(result, part, v) for part in parts)]
-    figure, axes = style.figure(len(parts), width=3.6 + 3.4 * len(parts), height=0.9 + 0.26 * len(variants), sharey=True, squeeze=False)
+    """One line for each trained variant, one panel for each data set; open markers for more steps
+    of adaptation than in training.
+    """
+    variants = [
+        v
+        for v in trained_variants(result.config.options)
+        if any(accuracy(result, part, v) for part in parts)
+    ]
+    figure, axes = style.figure(
+        len(parts),
+        width=3.6 + 3.4 * len(parts),
+        height=0.9 + 0.26 * len(variants),
+        sharey=True,
+        squeeze=False,
+    )
     for one, part in zip(axes[0], parts, strict=True):
         for place, variant in enumerate(reversed(variants)):
             found = accuracy(result, part, variant)
             if found is not None:
-                colour = style.METHODS["FO-B-MAML" if variant.nudge == "loss" else "FO-B-MAML gradient"]["color"]
+                colour = style.METHODS[
+                    "FO-B-MAML" if variant.nudge == "loss" else "FO-B-MAML gradient"
+                ]["color"]
                 error = None if math.isnan(found.ci95) else found.ci95
-                one.errorbar(found.mean, place, xerr=error, color=colour, marker="o", markersize=5, linewidth=1.4)
+                one.errorbar(
+                    found.mean,
+                    place,
+                    xerr=error,
+                    color=colour,
+                    marker="o",
+                    markersize=5,
+                    linewidth=1.4,
+                )
                 more = accuracy(result, part, variant, "accuracy_more")
                 if more is not None:
-                    one.plot(more.mean, place, color=colour, marker="o", markersize=5, fillstyle="none", linestyle="")
+                    one.plot(
+                        more.mean,
+                        place,
+                        color=colour,
+                        marker="o",
+                        markersize=5,
+                        fillstyle="none",
+                        linestyle="",
+                    )
         base = accuracy(result, part, Variant.default())
         if base is not None:
             one.axvline(base.mean, color=style.INK, linewidth=0.8, linestyle=(0, (1, 3)))
         low, high = one.get_xlim()
         what = "accuracy on test tasks" if part in ("mnist1d", "omniglot") else "variance explained"
-        one.set(xlabel=f"{what} (open: {result.config.more_steps} steps)", title=DATA[part], xlim=(max(low, -0.05), min(high, 1.02)))
-    names = [f"{variant}{'  (default)' if variant == Variant.default() else ''}" for variant in reversed(variants)]
+        one.set(
+            xlabel=f"{what} (open: {result.config.more_steps} steps)",
+            title=DATA[part],
+            xlim=(max(low, -0.05), min(high, 1.02)),
+        )
+    names = [
+        f"{variant}{'  (default)' if variant == Variant.default() else ''}"
+        for variant in reversed(variants)
+    ]
     axes[0][0].set_yticks(range(len(variants)), names)
-    ends = "; ".join(f"{v} {found.mean:.3f}" for v in variants if (found := accuracy(result, parts[0], v)) is not None)
-    return Drawing(figure, alt=f"Accuracy after training for each variant. {DATA[parts[0]]}: {ends}.", suffix="accuracy")
+    ends = "; ".join(
+        f"{v} {found.mean:.3f}"
+        for v in variants
+        if (found := accuracy(result, parts[0], v)) is not None
+    )
+    return Drawing(
+        figure,
+        alt=f"Accuracy after training for each variant. {DATA[parts[0]]}: {ends}.",
+        suffix="accuracy",
+    )
 
 
 def _cosine_alt(result: Result[Any], steps: int) -> str:
     default = Variant.default()
-    pairs = [f"{point}, {TARGETS[key]} {cosine(result, key, point, steps, default):.2f}" for point in POINTS for key in TARGETS]
-    return f"Cosine of the meta-gradient with two exact targets against ν, by nudge and start, K = {steps}. Default: {'; '.join(pairs)}."
+    pairs = [
+        f"{point}, {TARGETS[key]} {cosine(result, key, point, steps, default):.2f}"
+        for point in POINTS
+        for key in TARGETS
+    ]
+    return (
+        "Cosine of the meta-gradient with two exact targets against ν, by nudge and start, K ="
+        f" {steps}. Default: {'; '.join(pairs)}."
+    )

@@ -1,4 +1,6 @@
-"""`nu="auto"` against a grid of ν: how far the meta-gradient is from the truth with the ν that chose itself, and with the best."""
+"""`nu="auto"` against a grid of ν: how far the meta-gradient is from the truth with the ν that
+chose itself, and with the best.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,25 @@ from metanudge.tasks import Quadratic
 from metanudge.testing.curvature import curvature
 from metanudge.testing.problems import Setup, relative_error, vector
 from metanudge_lab import style
-from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
+from metanudge_lab.experiments.base import (
+    Cell,
+    Drawing,
+    Experiment,
+    Result,
+    Row,
+    Shown,
+    Table,
+    Verdict,
+)
 from metanudge_lab.experiments.spread import short
 
 GRID = tuple(10 ** (-quarter / 4) for quarter in range(13))
 """Thirteen ν from 1 to 0.001."""
 
 LIMIT, WORST = 2.0, 4.0
-"""The automatic choice may cost twice the best error of the grid in all but one of a seed's cases, four times in any."""
+"""The automatic choice may cost twice the best error of the grid in all but one of a seed's cases,
+four times in any.
+"""
 
 
 _MOST_SHOWN = 30.0
@@ -42,7 +55,9 @@ class Config:
 
     @classmethod
     def quick(cls) -> Config:
-        """A minute on one core; without the most steps, which take as long as all the others together."""
+        """A minute on one core; without the most steps, which take as long as all the others
+        together.
+        """
         return cls(steps=(5, 20), seeds=1)
 
     @classmethod
@@ -52,10 +67,14 @@ class Config:
 
 
 def quadratic(seed: int, tasks: int) -> Setup:
-    """Quadratic tasks in 20 dimensions, condition number 10; query objectives of their own, unlike the paper's."""
+    """Quadratic tasks in 20 dimensions, condition number 10; query objectives of their own, unlike
+    the paper's.
+    """
     source = Quadratic(dim=20, condition=10, seed=seed)
     drawn = next(iter(source.batches(size=2 * tasks, count=1))).stacks[0]
-    batch = TaskBatch(support=tuple(t[:tasks] for t in drawn.support), query=tuple(t[tasks:] for t in drawn.query))
+    batch = TaskBatch(
+        support=tuple(t[:tasks] for t in drawn.support), query=tuple(t[tasks:] for t in drawn.query)
+    )
     theta = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return Setup(source.model(theta), source.loss, batch)
 
@@ -67,7 +86,9 @@ def logistic(seed: int, tasks: int) -> Setup:
 
 def tanh(seed: int, tasks: int) -> Setup:
     """A perceptron with 16 hidden units and tanh."""
-    return _classification(seed, tasks, (8,), lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
+    return _classification(
+        seed, tasks, (8,), lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    )
 
 
 def relu(seed: int, tasks: int) -> Setup:
@@ -88,12 +109,26 @@ def relu(seed: int, tasks: int) -> Setup:
     return _classification(seed, tasks, (1, 12, 12), build)
 
 
-PROBLEMS: dict[str, Callable[[int, int], Setup]] = {"quadratic": quadratic, "logistic": logistic, "tanh": tanh, "relu": relu}
-TITLES = {"quadratic": "quadratic", "logistic": "logistic regression", "tanh": "tanh perceptron", "relu": "ReLU and max-pool conv net"}
+PROBLEMS: dict[str, Callable[[int, int], Setup]] = {
+    "quadratic": quadratic,
+    "logistic": logistic,
+    "tanh": tanh,
+    "relu": relu,
+}
+TITLES = {
+    "quadratic": "quadratic",
+    "logistic": "logistic regression",
+    "tanh": "tanh perceptron",
+    "relu": "ReLU and max-pool conv net",
+}
 
 
-def _classification(seed: int, tasks: int, shape: tuple[int, ...], build: Callable[[], nn.Module]) -> Setup:
-    """15 support and 30 query examples a task, normal, labelled by a noisy linear teacher of each task."""
+def _classification(
+    seed: int, tasks: int, shape: tuple[int, ...], build: Callable[[], nn.Module]
+) -> Setup:
+    """15 support and 30 query examples a task, normal, labelled by a noisy linear teacher of each
+    task.
+    """
     generator = torch.Generator().manual_seed(1000 + seed)
 
     def draw(*size: int) -> Tensor:
@@ -137,14 +172,18 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     if name != "relu":  # Newton's method finds no optimum among the kinks
         learner.solver = mn.NewtonCG(steps=60, cg_steps=200, tol=1e-11)
         exact, _ = gradient(mn.Exact())
-    learner.solver = mn.GradientDescent(lr=0.5 / (curvature(learner, tasks) + config.lam), steps=steps)
+    learner.solver = mn.GradientDescent(
+        lr=0.5 / (curvature(learner, tasks) + config.lam), steps=steps
+    )
     tangent, stats = gradient(mn.FOBMAML(stencil="tangent", nudge=nudge))
     rows: list[Row] = []
     for nu in (*GRID, None):
         try:
             estimate, used = gradient(mn.FOBMAML(nu="auto" if nu is None else nu, nudge=nudge))
         except mn.NonFiniteError:
-            rows.append({"auto": nu is None, "nu": nu, "error_exact": math.nan, "error_steps": math.nan})
+            rows.append(
+                {"auto": nu is None, "nu": nu, "error_exact": math.nan, "error_steps": math.nan}
+            )
             continue
         errors = {
             "error_exact": relative_error(estimate, exact) if exact is not None else None,
@@ -152,12 +191,17 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
         }
         rows.append({"auto": nu is None, "nu": used.nu, **errors})
     growth = stats.residual / stats.residual_start
-    return [{**row, "lr": learner.solver.lr, "residual_growth": growth, "smooth": exact is not None} for row in rows]
+    return [
+        {**row, "lr": learner.solver.lr, "residual_growth": growth, "smooth": exact is not None}
+        for row in rows
+    ]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem, number of steps, nudge and seed: the automatic choice beside the best of the grid."""
+    """One problem, number of steps, nudge and seed: the automatic choice beside the best of the
+    grid.
+    """
 
     problem: str
     steps: int
@@ -175,21 +219,40 @@ class Case:
 
 
 def cases(result: Result[Config], *, nudge: str, target: str | None = None) -> list[Case]:
-    """All cases of a nudge; the error is that against the exact meta-gradient where there is one, else against the K-step derivative.
+    """All cases of a nudge; the error is that against the exact meta-gradient where there is one,
+    else against the K-step derivative.
 
     With `target` "error_exact" or "error_steps" it is that one, and cases without it are left out.
     """
     found = []
     for measured in result.measured:
         rows = measured.rows
-        key = target if target is not None else "error_exact" if rows[0]["smooth"] else "error_steps"
+        key = (
+            target if target is not None else "error_exact" if rows[0]["smooth"] else "error_steps"
+        )
         if measured.cell["nudge"] != nudge or (key == "error_exact" and not rows[0]["smooth"]):
             continue
         (auto,) = [row for row in rows if row["auto"]]
-        best = min((row for row in rows if not row["auto"] and _finite(row[key])), key=lambda row: float(row[key]))
+        best = min(
+            (row for row in rows if not row["auto"] and _finite(row[key])),
+            key=lambda row: float(row[key]),
+        )
         error = float(auto[key]) if _finite(auto[key]) else math.inf
-        where = (str(measured.cell["problem"]), int(measured.cell["steps"] or 0), nudge, int(measured.cell["seed"] or 0))
-        found.append(Case(*where, nu=float(auto["nu"] or math.nan), error=error, best_nu=best["nu"], best_error=best[key]))
+        where = (
+            str(measured.cell["problem"]),
+            int(measured.cell["steps"] or 0),
+            nudge,
+            int(measured.cell["seed"] or 0),
+        )
+        found.append(
+            Case(
+                *where,
+                nu=float(auto["nu"] or math.nan),
+                error=error,
+                best_nu=best["nu"],
+                best_error=best[key],
+            )
+        )
     return found
 
 
@@ -198,7 +261,9 @@ def _finite(value: float | None) -> bool:
 
 
 def holds(found: list[Case]) -> bool:
-    """Whether the automatic choice is within the limits: per seed, twice the best in all cases but one, four times in all."""
+    """Whether the automatic choice is within the limits: per seed, twice the best in all cases but
+    one, four times in all.
+    """
     seeds = {case.seed for case in found}
     return all(
         sum(case.ratio > LIMIT for case in found if case.seed == seed) <= 1
@@ -208,15 +273,23 @@ def holds(found: list[Case]) -> bool:
 
 
 def draw(result: Result[Config]) -> list[Drawing]:
-    """Error against ν for each problem and number of steps, the automatic choice marked; one picture for each nudge."""
+    """Error against ν for each problem and number of steps, the automatic choice marked; one
+    picture for each nudge.
+    """
     drawings = []
     for nudge in result.distinct("nudge"):
         problems, steps = result.distinct("problem"), sorted(result.distinct("steps"))
-        figure, axes = style.figure(len(problems), width=3.1 * len(problems), height=3.6, squeeze=False)
+        figure, axes = style.figure(
+            len(problems), width=3.1 * len(problems), height=3.6, squeeze=False
+        )
         colours = ["#37a3d6", "#1f6fd6", "#123f7a", "#7c4dd6"]
         for one, problem in zip(axes[0], problems, strict=True):
             for colour, k in zip(colours, steps, strict=False):
-                rows = [row for row in result.rows(problem=problem, nudge=nudge, steps=k) if row["seed"] == result.rows()[0]["seed"]]
+                rows = [
+                    row
+                    for row in result.rows(problem=problem, nudge=nudge, steps=k)
+                    if row["seed"] == result.rows()[0]["seed"]
+                ]
                 _curve(one, rows, colour, f"K = {k}")
             one.set(xscale="log", yscale="log", xlabel="ν")
             one.set_title(TITLES[problem], fontsize=10)
@@ -225,7 +298,11 @@ def draw(result: Result[Config]) -> list[Drawing]:
                 one.set_ylim(min(shown) / 2, min(2 * max(shown), _MOST_SHOWN))
         axes[0][0].set_ylabel(f"relative error, {nudge} nudge")
         style.legend(axes[0][-1])
-        drawings.append(Drawing(figure, alt=_alt(result, nudge), suffix="" if nudge == "loss" else f"{nudge}-nudge"))
+        drawings.append(
+            Drawing(
+                figure, alt=_alt(result, nudge), suffix="" if nudge == "loss" else f"{nudge}-nudge"
+            )
+        )
     return drawings
 
 
@@ -234,9 +311,22 @@ def _curve(axes: object, rows: list[Row], colour: str, label: str) -> None:
     grid = [(row["nu"], row[key]) for row in rows if not row["auto"] and row[key] is not None]
     chosen = [(row["nu"], row[key]) for row in rows if row["auto"] and row[key] is not None]
     plot = axes.plot  # type: ignore[attr-defined]
-    plot([nu for nu, _ in grid], [error for _, error in grid], color=colour, marker=".", linewidth=1.6, label=label)
     plot(
-        [nu for nu, _ in chosen], [e for _, e in chosen], color=colour, marker="*", markersize=15, markeredgecolor=style.INK, linestyle=""
+        [nu for nu, _ in grid],
+        [error for _, error in grid],
+        color=colour,
+        marker=".",
+        linewidth=1.6,
+        label=label,
+    )
+    plot(
+        [nu for nu, _ in chosen],
+        [e for _, e in chosen],
+        color=colour,
+        marker="*",
+        markersize=15,
+        markeredgecolor=style.INK,
+        linestyle="",
     )
 
 
@@ -245,9 +335,10 @@ def _alt(result: Result[Config], nudge: str) -> str:
     worst = max(found, key=lambda case: case.ratio)
     within = sum(case.ratio <= LIMIT for case in found)
     return (
-        f"Relative error of the meta-gradient ({nudge} nudge) against ν, both logarithmic, a star at the automatic ν. It is within "
-        f"{LIMIT:g} times the best of the grid in {within} of {len(found)} cases; the worst is {worst.ratio:.2g} times ({worst.problem}, "
-        f"K = {worst.steps})."
+        f"Relative error of the meta-gradient ({nudge} nudge) against ν, both logarithmic, a star"
+        f" at the automatic ν. It is within {LIMIT:g} times the best of the grid in {within} of"
+        f" {len(found)} cases; the worst is {worst.ratio:.2g} times ({worst.problem}, K ="
+        f" {worst.steps})."
     )
 
 
@@ -255,41 +346,80 @@ def table(result: Result[Config]) -> Table:
     """The automatic choice and the best of the grid, the worst of the seeds by their ratio."""
     rows = []
     for nudge in result.distinct("nudge"):
-        against_steps = {(c.problem, c.steps, c.seed): c for c in cases(result, nudge=nudge, target="error_steps")}
+        against_steps = {
+            (c.problem, c.steps, c.seed): c
+            for c in cases(result, nudge=nudge, target="error_steps")
+        }
         for problem in result.distinct("problem"):
             for steps in sorted(result.distinct("steps")):
-                found = [c for c in cases(result, nudge=nudge) if (c.problem, c.steps) == (problem, steps)]
+                found = [
+                    c
+                    for c in cases(result, nudge=nudge)
+                    if (c.problem, c.steps) == (problem, steps)
+                ]
                 if not found:
                     continue
                 case = max(found, key=lambda c: c.ratio)
                 other = against_steps[problem, steps, case.seed]
                 numbers = (case.nu, case.error, case.best_nu, case.best_error)
-                shown = [Shown(value, f"{value:.3g}") if i % 2 == 0 else Shown(value, short(value)) for i, value in enumerate(numbers)]
+                shown = [
+                    Shown(value, f"{value:.3g}") if i % 2 == 0 else Shown(value, short(value))
+                    for i, value in enumerate(numbers)
+                ]
                 rows.append(
-                    (nudge, problem, steps, *shown, Shown(case.ratio, f"{case.ratio:.2f}"), Shown(other.error, short(other.error)))
+                    (
+                        nudge,
+                        problem,
+                        steps,
+                        *shown,
+                        Shown(case.ratio, f"{case.ratio:.2f}"),
+                        Shown(other.error, short(other.error)),
+                    )
                 )
-    header = ("nudge", "problem", "K", "ν chosen", "error", "best ν", "its error", "ratio", "error against the K-step derivative")
+    header = (
+        "nudge",
+        "problem",
+        "K",
+        "ν chosen",
+        "error",
+        "best ν",
+        "its error",
+        "ratio",
+        "error against the K-step derivative",
+    )
     return Table(header, rows)
 
 
 def judge(result: Result[Config]) -> Verdict:
-    """Within twice the best of the grid in all cases but one, four times in all, with the loss nudge."""
+    """Within twice the best of the grid in all cases but one, four times in all, with the loss
+    nudge.
+    """
     found = cases(result, nudge="loss")
     worst = max(found, key=lambda case: case.ratio)
     within = sum(case.ratio <= LIMIT for case in found)
     measured = (
-        f"With the loss nudge the automatic ν is within {LIMIT:g} times the best of the grid in {within} of {len(found)} cases; the "
-        f"worst is {worst.ratio:.2g} times ({TITLES[worst.problem]}, K = {worst.steps}, ν = {worst.nu:.3g} where {worst.best_nu:.3g} is "
-        "best)."
+        f"With the loss nudge the automatic ν is within {LIMIT:g} times the best of the grid in"
+        f" {within} of {len(found)} cases; the worst is {worst.ratio:.2g} times"
+        f" ({TITLES[worst.problem]}, K = {worst.steps}, ν = {worst.nu:.3g} where"
+        f" {worst.best_nu:.3g} is best)."
     )
     other = cases(result, nudge="gradient")
     if other:
         close = sum(case.ratio <= LIMIT for case in other)
-        measured += f" With the gradient nudge in {close} of {len(other)}, at worst {max(case.ratio for case in other):.2g} times."
+        measured += (
+            f" With the gradient nudge in {close} of {len(other)}, at worst"
+            f" {max(case.ratio for case in other):.2g} times."
+        )
     if holds(found):
-        reason = f"For every seed at most one case is above {LIMIT:g} times the best, and none above {WORST:g}."
+        reason = (
+            f"For every seed at most one case is above {LIMIT:g} times the best, and none above"
+            f" {WORST:g}."
+        )
         return Verdict("reproduced", measured, f"{reason} {_hardest(found)}")
-    reason = f"For some seed more than one case is above {LIMIT:g} times the best, or one above {WORST:g}."
+    reason = (
+        f"For some seed more than one case is above {LIMIT:g} times the best, or one above"
+        f" {WORST:g}."
+    )
     return Verdict("not", measured, f"{reason} {_hardest(found)}")
 
 
@@ -297,8 +427,9 @@ def _hardest(found: list[Case]) -> str:
     """Where no ν helps much."""
     case = max(found, key=lambda case: case.best_error)
     return (
-        f"Close to the best is not always close to the truth: of the {TITLES[case.problem]} with K = {case.steps} even the best of the "
-        f"grid has an error of {short(case.best_error)} (seed {case.seed})."
+        f"Close to the best is not always close to the truth: of the {TITLES[case.problem]} with K"
+        f" = {case.steps} even the best of the grid has an error of {short(case.best_error)} (seed"
+        f" {case.seed})."
     )
 
 
@@ -307,8 +438,9 @@ EXPERIMENT = Experiment(
     title="A ν that chooses itself",
     where="Appendix, Empirical Analysis of Hyperparameter Sensitivity",
     claim=(
-        "The paper leaves the choice of ν to a rule of thumb (0.1 to 0.5 for few inner steps, 0.01 or 0.001 for many) and automating it "
-        'to future work. Ours: nu="auto" comes within twice the best error of a grid of 13 ν, without knowing the truth.'
+        "The paper leaves the choice of ν to a rule of thumb (0.1 to 0.5 for few inner steps, 0.01"
+        ' or 0.001 for many) and automating it to future work. Ours: nu="auto" comes within twice'
+        " the best error of a grid of 13 ν, without knowing the truth."
     ),
     config=Config,
     cells=cells,
@@ -317,10 +449,12 @@ EXPERIMENT = Experiment(
     table=table,
     judge=judge,
     notes=(
-        "Errors are relative distances from the exact meta-gradient at the inner optimum (dense Hessian, Newton's method to 1e-11); for "
-        "the ReLU and max-pooling network, whose inner optimum lies among kinks where the implicit gradient is not defined, from the "
-        "derivative in ν of the same K steps (the tangent stencil). The last column gives the latter for all. Inner steps are gradient "
-        "descent with the learning rate 0.5/(L̂ + λ), L̂ the largest curvature of the support losses at θ. The automatic ν is what a "
-        "learner with default settings chooses at its first meta-step, from 7 ν on 4 of the 8 tasks."
+        "Errors are relative distances from the exact meta-gradient at the inner optimum (dense"
+        " Hessian, Newton's method to 1e-11); for the ReLU and max-pooling network, whose inner"
+        " optimum lies among kinks where the implicit gradient is not defined, from the derivative"
+        " in ν of the same K steps (the tangent stencil). The last column gives the latter for all."
+        " Inner steps are gradient descent with the learning rate 0.5/(L̂ + λ), L̂ the largest"
+        " curvature of the support losses at θ. The automatic ν is what a learner with default"
+        " settings chooses at its first meta-step, from 7 ν on 4 of the 8 tasks."
     ),
 )

@@ -1,30 +1,32 @@
-"""What an experiment is: one file that measures one figure or table of the paper, draws it, and judges the paper's claim from the rows.
+"""What an experiment is: one file that measures one figure or table of the paper, draws it, and
+judges the paper's claim from the rows.
 
-To add an experiment `some-name` (its place in the paper's order is already in `metanudge_lab.experiments.NAMES`), write
-`experiments/some_name.py` like this, and a line in `lab/tests/tiny_experiments.py` with settings that take a second or two:
+To add an experiment `some-name` (its place in the paper's order is already in
+`metanudge_lab.experiments.NAMES`), write `experiments/some_name.py` like this, and a line in
+`lab/tests/tiny_experiments.py` with settings that take a second or two:
 
     @dataclass(frozen=True)
     class Config:
-        steps: tuple[int, ...] = (1, 5, 20)         # JSON values and tuples of them only: the config is saved beside the rows
+        steps: tuple[int, ...] = (1, 5, 20)  # JSON values and tuples of them: saved beside the rows
         seeds: int = 5
 
         @classmethod
-        def quick(cls) -> Config:                   # on two CPU cores, a minute or so
+        def quick(cls) -> Config:  # on two CPU cores, a minute or so
             return cls(seeds=2)
 
         @classmethod
-        def full(cls) -> Config:                    # on a GPU, or a long while on a CPU
+        def full(cls) -> Config:  # on a GPU, or a long while on a CPU
             return cls()
 
-    def cells(config: Config) -> list[Cell]:        # independent units of work, each a flat dict of JSON scalars
+    def cells(config: Config) -> list[Cell]:  # independent units of work: flat dicts of scalars
         return [{"method": m, "seed": s} for m in METHODS for s in range(config.seeds)]
 
     def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
-        ...                                         # seeded by the cell alone, so that any cell can be measured anywhere, in any order
-        return [{"steps": k, "error": e}, ...]      # the cell's own keys are added; NaN and Inf are saved as null
+        ...  # seeded by the cell alone: any order, any machine
+        return [{"steps": k, "error": e}, ...]  # the cell's own keys are added; NaN becomes null
 
     def draw(result: Result[Config]) -> list[Drawing]:
-        figure, axes = style.figure()               # `metanudge_lab.style`: colours and lines, the same everywhere
+        figure, axes = style.figure()  # `metanudge_lab.style`: the same look everywhere
         for method in result.distinct("method"):
             ...result.values("error", method=method, steps=5)...
         return [Drawing(figure, alt="what the picture shows, in words and numbers")]
@@ -32,7 +34,7 @@ To add an experiment `some-name` (its place in the paper's order is already in `
     def table(result: Result[Config]) -> Table:
         return Table(("method", "error at 20 steps"), [("MAML", 0.01), ...])
 
-    def judge(result: Result[Config]) -> Verdict:   # from the rows; numbers are formatted in, never typed
+    def judge(result: Result[Config]) -> Verdict:   # from the rows; numbers are never typed
         return Verdict("partly", measured=f"the error fell to {error:.1e}", reason="…")
 
     EXPERIMENT = Experiment(
@@ -40,9 +42,11 @@ To add an experiment `some-name` (its place in the paper's order is already in `
         config=Config, cells=cells, measure=measure, draw=draw, table=table, judge=judge,
     )
 
-`measure` sees torch and numpy only (import matplotlib inside `draw`; never rich, tyro, jinja2, safetensors): it runs on bare machines as
-`python -m metanudge_lab.experiments some-name`. `draw` and `table` must work for any part of the cells, since the page shows unfinished
-results too; `judge` is called only once every cell of the config is there. A method that diverges is a row with NaN, not an exception.
+`measure` sees torch and numpy only (import matplotlib inside `draw`; never rich, tyro, jinja2,
+safetensors): it runs on bare machines as `python -m metanudge_lab.experiments some-name`. `draw`
+and `table` must work for any part of the cells, since the page shows unfinished results too;
+`judge` is called only once every cell of the config is there. A method that diverges is a row with
+NaN, not an exception.
 """
 
 from __future__ import annotations
@@ -102,7 +106,8 @@ class Verdict:
 
     @classmethod
     def of(cls, statements: Sequence[tuple[bool, str, str]], measured: str) -> Verdict:
-        """From statements: whether each holds, and the words for it where it does and where it does not.
+        """From statements: whether each holds, and the words for it where it does and where it does
+        not.
 
         Example:
             >>> Verdict.of([(True, "a falls", "a rises"), (False, "b falls", "b rises")], "").reason
@@ -111,13 +116,17 @@ class Verdict:
         right = [words for holds, words, _ in statements if holds]
         wrong = [words for holds, _, words in statements if not holds]
         if right and wrong:
-            return cls("partly", measured, f"{sentence(*right)} {sentence('but ' + wrong[0], *wrong[1:])}")
+            return cls(
+                "partly", measured, f"{sentence(*right)} {sentence('but ' + wrong[0], *wrong[1:])}"
+            )
         return cls("not" if wrong else "reproduced", measured, sentence(*(wrong or right)))
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A value of a table that is sorted by `value` and shown as `text`, such as `Shown(0.951, "95.1 ± 0.3 %")`."""
+    """A value of a table that is sorted by `value` and shown as `text`, such as `Shown(0.951, "95.1
+    ± 0.3 %")`.
+    """
 
     value: float
     text: str
@@ -130,18 +139,24 @@ class Shown:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows for the page; numbers are shown with three significant digits unless wrapped in `Shown`."""
+    """Rows for the page; numbers are shown with three significant digits unless wrapped in
+    `Shown`.
+    """
 
     header: tuple[str, ...]
     rows: Sequence[tuple[str | int | float | Shown | None, ...]]
 
     def __post_init__(self) -> None:
-        assert all(len(row) == len(self.header) for row in self.rows), "every row has one value per column"
+        assert all(len(row) == len(self.header) for row in self.rows), (
+            "every row has one value per column"
+        )
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture: a matplotlib figure, what it shows in words, and, where there are several, what tells its file apart."""
+    """A picture: a matplotlib figure, what it shows in words, and, where there are several, what
+    tells its file apart.
+    """
 
     figure: Figure
     alt: str
@@ -150,7 +165,9 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Measured:
-    """One finished cell: its rows, how long they took, and which of the result's machines did it."""
+    """One finished cell: its rows, how long they took, and which of the result's machines did
+    it.
+    """
 
     cell: Cell
     rows: list[Row]
@@ -167,7 +184,8 @@ class Result(Generic[C]):
         mode: "quick" or "full".
         config: what was asked for.
         measured: the finished cells.
-        machines: provenance of each machine and commit that took part (see `metanudge_lab.provenance`).
+        machines: provenance of each machine and commit that took part (see
+            `metanudge_lab.provenance`).
         missing: cells of the config that are not finished.
     """
 
@@ -192,7 +210,8 @@ class Result(Generic[C]):
         """The rows, each with the keys of its cell, that have these values.
 
         Example:
-            >>> result = Result("x", "quick", None, [Measured({"seed": 3}, [{"k": 1, "e": 0.5}, {"k": 2, "e": None}], 0.1, 0)])
+            >>> result = Result("x", "quick", None,
+            ...     [Measured({"seed": 3}, [{"k": 1, "e": 0.5}, {"k": 2, "e": None}], 0.1, 0)])
             >>> result.rows(k=1)
             [{'seed': 3, 'k': 1, 'e': 0.5}]
             >>> result.values("e")
@@ -200,7 +219,11 @@ class Result(Generic[C]):
             >>> result.distinct("k")
             [1, 2]
         """
-        few = min((self._with(key).get(value, []) for key, value in where.items()), key=len, default=self._rows)
+        few = min(
+            (self._with(key).get(value, []) for key, value in where.items()),
+            key=len,
+            default=self._rows,
+        )
         return [row for row in few if all(row.get(key) == value for key, value in where.items())]
 
     @functools.cached_property
@@ -212,7 +235,9 @@ class Result(Generic[C]):
         return {}
 
     def _with(self, key: str) -> dict[Any, list[Row]]:
-        """The rows by their value of a key, since a figure asks for a few of them thousands of times; lists stand with None."""
+        """The rows by their value of a key, since a figure asks for a few of them thousands of
+        times; lists stand with None.
+        """
         if key not in self._indices:
             index = self._indices[key] = {}
             for row in self._rows:
@@ -245,7 +270,8 @@ class Experiment(Generic[C]):
         table: numbers.
         judge: verdict on the claim.
         notes: what we do differently from the paper, or had to choose because it does not say.
-        remember: told before cells are measured what there is of the others, so that nothing is found out twice.
+        remember: told before cells are measured what there is of the others, so that nothing is
+            found out twice.
     """
 
     name: str
@@ -277,7 +303,8 @@ def label(cell: Cell) -> str:
 
 
 def json_safe(value: Any) -> Any:
-    """The value with NaN and infinities as None and tuples as lists, or a TypeError that says what JSON cannot hold.
+    """The value with NaN and infinities as None and tuples as lists, or a TypeError that says what
+    JSON cannot hold.
 
     Example:
         >>> json_safe({"a": (1, float("nan"))})
@@ -292,5 +319,6 @@ def json_safe(value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
     raise TypeError(
-        f"{value!r} is a {type(value).__name__}; rows hold strings, numbers, booleans, None and lists of them. Use .item() or .tolist()."
+        f"{value!r} is a {type(value).__name__}; rows hold strings, numbers, booleans, None and"
+        " lists of them. Use .item() or .tolist()."
     )

@@ -1,4 +1,6 @@
-"""Table 1: what each method spends to reach a precision of the meta-gradient, and how that grows with precision and condition number."""
+"""Table 1: what each method spends to reach a precision of the meta-gradient, and how that grows
+with precision and condition number.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,40 @@ from metanudge.tasks import Quadratic
 from metanudge.testing.memory import peak_memory, trainable_bytes
 from metanudge.testing.problems import Setup, classification_tasks, relative_error, seeded
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
+from metanudge_lab.experiments.base import (
+    Cell,
+    Drawing,
+    Experiment,
+    Result,
+    Row,
+    Shown,
+    Table,
+    Verdict,
+)
 from metanudge_lab.experiments.complexity_figures import costs
-from metanudge_lab.experiments.spending import GD, MEMORY, NESTEROV, NEVER, PRECISION, exponents, kappa, memory, memory_exponent, reach
+from metanudge_lab.experiments.spending import (
+    GD,
+    MEMORY,
+    NESTEROV,
+    NEVER,
+    PRECISION,
+    exponents,
+    kappa,
+    memory,
+    memory_exponent,
+    reach,
+)
 from metanudge_lab.experiments.spread import short
 
 MAML, IMAML, FO_MAML, REPTILE = "MAML", "iMAML", "FO-MAML", "Reptile"
-FORWARD, SYMMETRIC, FIVE_POINT = (f"FO-B-MAML {kind}" for kind in ("forward", "symmetric", "five-point"))
+FORWARD, SYMMETRIC, FIVE_POINT = (
+    f"FO-B-MAML {kind}" for kind in ("forward", "symmetric", "five-point")
+)
 GRADIENT, TANGENT = (f"FO-B-MAML {kind}" for kind in ("gradient nudge", "tangent"))
 METHODS = (MAML, IMAML, FORWARD, SYMMETRIC, FIVE_POINT, GRADIENT, TANGENT, FO_MAML, REPTILE)
 BIASED = (FO_MAML, REPTILE)
-NUS = {FORWARD: 1e-6, SYMMETRIC: 1e-3, FIVE_POINT: 0.01, GRADIENT: 1e-3}  # the stencil's own error is then about 1e-6 or less
+# the stencil's own error is then about 1e-6 or less
+NUS = {FORWARD: 1e-6, SYMMETRIC: 1e-3, FIVE_POINT: 0.01, GRADIENT: 1e-3}
 BIAS = {MAML: "1", IMAML: "1", FO_MAML: "0", REPTILE: "0", FORWARD: "1/2", SYMMETRIC: "2/3"}
 NEAR, STRAIGHT = 0.15, 0.98  # exponents within 0.15 of the table's; steps linear in log(1/ε)
 
@@ -36,8 +61,9 @@ NEAR, STRAIGHT = 0.15, 0.98  # exponents within 0.15 of the table's; steps linea
 class Config:
     """Sizes of the measurement.
 
-    `conditions` are those of the support objective, c; with λ = 1/c the inner problem's is κ = (c + 1)/2. Steps grow by a third or a
-    half at a time until the last precision is reached, up to `most_steps`.
+    `conditions` are those of the support objective, c; with λ = 1/c the inner problem's is κ = (c +
+    1)/2. Steps grow by a third or a half at a time until the last precision is reached, up to
+    `most_steps`.
     """
 
     precisions: tuple[float, ...] = (1e-1, 1e-2, 1e-3, 1e-4)
@@ -53,7 +79,13 @@ class Config:
     @classmethod
     def quick(cls) -> Config:
         """A minute or so."""
-        return cls(conditions=(10.0, 25.0, 64.0), most_steps=384, seeds=1, memory_steps=(2, 8, 64), memory_examples=(50, 200))
+        return cls(
+            conditions=(10.0, 25.0, 64.0),
+            most_steps=384,
+            seeds=1,
+            memory_steps=(2, 8, 64),
+            memory_examples=(50, 200),
+        )
 
     @classmethod
     def full(cls) -> Config:
@@ -64,13 +96,22 @@ class Config:
 def cells(config: Config) -> list[Cell]:
     """One for each seed, condition number, solver and method; one for each method's memory."""
     reaching: list[Cell] = [
-        {"what": PRECISION, "method": method, "solver": solver, "condition": condition, "seed": seed}
+        {
+            "what": PRECISION,
+            "method": method,
+            "solver": solver,
+            "condition": condition,
+            "seed": seed,
+        }
         for seed in range(config.seeds)
         for condition in config.conditions
         for solver in config.solvers
         for method in config.methods
     ]
-    holding: list[Cell] = [{"what": MEMORY, "method": method, "solver": GD, "condition": None, "seed": 0} for method in config.methods]
+    holding: list[Cell] = [
+        {"what": MEMORY, "method": method, "solver": GD, "condition": None, "seed": 0}
+        for method in config.methods
+    ]
     return reaching + holding
 
 
@@ -80,13 +121,28 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     if cell["what"] == MEMORY:
         return _memory(method, config, device)
     condition = float(cell["condition"] or 1)
-    problem = q.Problem(int(cell["seed"] or 0), dim=config.dim, tasks=1, lam=1 / condition, device=device, condition=condition)
+    problem = q.Problem(
+        int(cell["seed"] or 0),
+        dim=config.dim,
+        tasks=1,
+        lam=1 / condition,
+        device=device,
+        condition=condition,
+    )
     tolerances = config.precisions if method == IMAML else (None,)
-    return [row for tolerance in tolerances for row in _until(problem, method, str(cell["solver"]), tolerance, config)]
+    return [
+        row
+        for tolerance in tolerances
+        for row in _until(problem, method, str(cell["solver"]), tolerance, config)
+    ]
 
 
-def _until(problem: q.Problem, method: str, solver: str, tolerance: float | None, config: Config) -> list[Row]:
-    """Ever more steps until the last precision is reached; for iMAML that of `tolerance`, its linear system solved just well enough."""
+def _until(
+    problem: q.Problem, method: str, solver: str, tolerance: float | None, config: Config
+) -> list[Row]:
+    """Ever more steps until the last precision is reached; for iMAML that of `tolerance`, its
+    linear system solved just well enough.
+    """
     rows: list[Row] = []
     wanted = tolerance if tolerance is not None else min(config.precisions)
     for steps in lengths(config.most_steps):
@@ -128,7 +184,12 @@ def estimator(method: str, tolerance: float | None, dim: int) -> Estimator:
     """The method; iMAML's conjugate gradient stops at a quarter of the precision that is wanted."""
     if method == IMAML:
         return mn.IMAML(cg_steps=2 * dim, tol=0.25 * (tolerance or 1e-6))
-    simple: dict[str, Estimator] = {MAML: mn.MAML(), FO_MAML: mn.FOMAML(), REPTILE: mn.Reptile(), TANGENT: mn.FOBMAML(stencil="tangent")}
+    simple: dict[str, Estimator] = {
+        MAML: mn.MAML(),
+        FO_MAML: mn.FOMAML(),
+        REPTILE: mn.Reptile(),
+        TANGENT: mn.FOBMAML(stencil="tangent"),
+    }
     if method in simple:
         return simple[method]
     if method == GRADIENT:
@@ -137,7 +198,9 @@ def estimator(method: str, tolerance: float | None, dim: int) -> Estimator:
 
 
 def make_solver(name: str, problem: q.Problem, steps: int) -> Solver:
-    """Gradient descent at 1/(L̂ + λ), or Nesterov's with the momentum for the inner problem's condition number."""
+    """Gradient descent at 1/(L̂ + λ), or Nesterov's with the momentum for the inner problem's
+    condition number.
+    """
     if name == GD:
         return mn.GradientDescent(lr=problem.rate, steps=steps)
     root = math.sqrt(kappa(1 / problem.lam))
@@ -152,12 +215,19 @@ def _delta(learner: mn.MetaLearner, problem: q.Problem) -> float:
 
 
 def _memory(method: str, config: Config, device: torch.device) -> list[Row]:
-    """Peak bytes of a meta-gradient of one task, in copies of θ, against steps, and against the number of examples."""
+    """Peak bytes of a meta-gradient of one task, in copies of θ, against steps, and against the
+    number of examples.
+    """
     rows: list[Row] = []
     fewest = min(config.memory_examples)
-    for steps, examples in [*((steps, fewest) for steps in config.memory_steps), *((2, n) for n in config.memory_examples if n > fewest)]:
+    for steps, examples in [
+        *((steps, fewest) for steps in config.memory_steps),
+        *((2, n) for n in config.memory_examples if n > fewest),
+    ]:
         model, loss, tasks = _perceptron(examples)
-        learner = mn.MetaLearner(model.to(device), loss, lam=2.0, estimator=estimator(method, None, config.dim))
+        learner = mn.MetaLearner(
+            model.to(device), loss, lam=2.0, estimator=estimator(method, None, config.dim)
+        )
         learner.engine = "inplace" if "inplace" in learner.estimator.engines else "stacked"
         learner.solver = mn.GradientDescent(lr=0.1, steps=steps)
         tasks = tasks.to(device)
@@ -169,8 +239,18 @@ def _memory(method: str, config: Config, device: torch.device) -> list[Row]:
 
 def _perceptron(examples: int) -> Setup:
     """Its activations weigh more than its parameters."""
-    model = seeded(0, lambda: nn.Sequential(nn.Linear(10, 20), *(layer for _ in range(3) for layer in (nn.Tanh(), nn.Linear(20, 20)))))
-    return Setup(model, nn.functional.cross_entropy, classification_tasks((10,), 20, 1, examples, examples, 0))
+    model = seeded(
+        0,
+        lambda: nn.Sequential(
+            nn.Linear(10, 20),
+            *(layer for _ in range(3) for layer in (nn.Tanh(), nn.Linear(20, 20))),
+        ),
+    )
+    return Setup(
+        model,
+        nn.functional.cross_entropy,
+        classification_tasks((10,), 20, 1, examples, examples, 0),
+    )
 
 
 def draw(result: Result[Config]) -> list[Drawing]:
@@ -191,7 +271,14 @@ def table(result: Result[Config]) -> Table:
             (
                 method,
                 *(_count(value) for value in (spending.gradients, spending.products)),
-                Shown(spending.seconds, f"{1000 * spending.seconds:.0f}" if math.isfinite(spending.seconds) else "never"),
+                Shown(
+                    spending.seconds,
+                    (
+                        f"{1000 * spending.seconds:.0f}"
+                        if math.isfinite(spending.seconds)
+                        else "never"
+                    ),
+                ),
                 _power(plain.kappa, "1"),
                 _power(fast.kappa, "1/2"),
                 _power(fast.log_precision, "1"),
@@ -201,7 +288,15 @@ def table(result: Result[Config]) -> Table:
             )
         )
     at = f"to {last:g} at κ = {kappa(largest):g}, Nesterov"
-    header = ("method", f"gradients {at}", "Hessian products", "CPU ms", "K in κ, GD", "K in κ, Nesterov", "K in log(1/ε), Nesterov")
+    header = (
+        "method",
+        f"gradients {at}",
+        "Hessian products",
+        "CPU ms",
+        "K in κ, GD",
+        "K in κ, Nesterov",
+        "K in log(1/ε), Nesterov",
+    )
     return Table((*header, "error in δ", "memory in K", "memory at that K, copies of θ"), rows)
 
 
@@ -225,22 +320,43 @@ def _compute(result: Result[Config]) -> list[tuple[bool, str, str]]:
     for solver, theory in ((GD, 1.0), (NESTEROV, 0.5)):
         powers = [exponents(result, method, solver).kappa for method in unbiased]
         low, high = (f"{choose(powers):.2f}" for choose in (min, max))
-        words = f"the inner steps go as κ to the {low}{f' to {high}' if high != low else ''} with {solver}"
-        found.append((all(abs(power - theory) <= NEAR for power in powers), words, f"{words}, not {theory:g}"))
-    straight = min(exponents(result, method, solver).straight for method in unbiased for solver in result.config.solvers)
+        words = (
+            f"the inner steps go as κ to the {low}{f' to {high}' if high != low else ''} with"
+            f" {solver}"
+        )
+        found.append(
+            (
+                all(abs(power - theory) <= NEAR for power in powers),
+                words,
+                f"{words}, not {theory:g}",
+            )
+        )
+    straight = min(
+        exponents(result, method, solver).straight
+        for method in unbiased
+        for solver in result.config.solvers
+    )
     words = f"linear in log(1/ε) (R² of at least {straight:.3f})"
     found.append((straight > STRAIGHT, f"they are {words}", f"they are not {words}"))
     second = {
-        m: max(result.values("products", what=PRECISION, method=m)) for m in result.config.methods if m not in (MAML, IMAML, TANGENT)
+        m: max(result.values("products", what=PRECISION, method=m))
+        for m in result.config.methods
+        if m not in (MAML, IMAML, TANGENT)
     }
     words = "Hessian products are needed by MAML, iMAML and the tangent stencil only"
     found.append((not any(second.values()), words, f"not so: {words}"))
-    plateaus = {method: _plateau(result, method) for method in BIASED if method in result.config.methods}
+    plateaus = {
+        method: _plateau(result, method) for method in BIASED if method in result.config.methods
+    }
     first = max(result.config.precisions)
     numbers = ", ".join(f"{method} {short(value)}" for method, value in plateaus.items())
     stuck = all(value > first for value in plateaus.values())
     found.append(
-        (stuck, f"FO-MAML and Reptile reach no precision, at best {numbers}", f"FO-MAML or Reptile get below {first:g} ({numbers})")
+        (
+            stuck,
+            f"FO-MAML and Reptile reach no precision, at best {numbers}",
+            f"FO-MAML or Reptile get below {first:g} ({numbers})",
+        )
     )
     return found
 
@@ -253,8 +369,14 @@ def _space(result: Result[Config]) -> list[tuple[bool, str, str]]:
     return [
         (
             maml > 1 - NEAR and max(flat.values()) < 0.05,
-            f"MAML's memory goes as K to the {maml:.2f}, no other's faster than K to the {max(flat.values()):.2f}",
-            f"memory goes as K to the {maml:.2f} with MAML and up to {max(flat.values()):.2f} with others",
+            (
+                f"MAML's memory goes as K to the {maml:.2f}, no other's faster than K to the"
+                f" {max(flat.values()):.2f}"
+            ),
+            (
+                f"memory goes as K to the {maml:.2f} with MAML and up to {max(flat.values()):.2f}"
+                " with others"
+            ),
         ),
         (
             ours < 1.1 * plain,
@@ -264,7 +386,10 @@ def _space(result: Result[Config]) -> list[tuple[bool, str, str]]:
         (
             growth < 0.05,
             "it does not depend on the number of examples",
-            f"Mem(θ) is not all of it: like a training step's it goes as the number of examples to the {growth:.2f} (one backward pass)",
+            (
+                "Mem(θ) is not all of it: like a training step's it goes as the number of examples"
+                f" to the {growth:.2f} (one backward pass)"
+            ),
         ),
     ]
 
@@ -283,7 +408,13 @@ def _bias(result: Result[Config]) -> list[tuple[bool, str, str]]:
     for method, bound, name in ((FORWARD, 1 / 2, "√δ"), (SYMMETRIC, 2 / 3, "δ^2/3")):
         if method in powers:
             words = f"{method} as δ^{powers[method]:.2f}, no worse than the bound {name}"
-            found.append((powers[method] > bound - NEAR, words, f"{method} goes as δ^{powers[method]:.2f}, worse than {name}"))
+            found.append(
+                (
+                    powers[method] > bound - NEAR,
+                    words,
+                    f"{method} goes as δ^{powers[method]:.2f}, worse than {name}",
+                )
+            )
     return found
 
 
@@ -299,7 +430,10 @@ def _measured(result: Result[Config]) -> str:
         if found is not None and math.isfinite(found.steps):
             products = f" and {found.products:.0f} Hessian products" if found.products else ""
             parts.append(f"{method} {found.gradients:.0f} gradients{products}")
-    return f"To an error of {last:g} at κ = {kappa(largest):g} with Nesterov's method: {', '.join(parts)}."
+    return (
+        f"To an error of {last:g} at κ = {kappa(largest):g} with Nesterov's method:"
+        f" {', '.join(parts)}."
+    )
 
 
 EXPERIMENT = Experiment(
@@ -307,9 +441,10 @@ EXPERIMENT = Experiment(
     title="What a precise meta-gradient costs",
     where="Table 1",
     claim=(
-        "A meta-gradient takes every method O(√κ log(1/ε)) inner steps; MAML's memory is that of the activations times √κ, iMAML's that "
-        "of the activations, that of FO-MAML, Reptile and FO-B-MAML Mem(θ); the bias is δ for MAML and iMAML, 1 for FO-MAML and Reptile, "
-        "√δ and δ^2/3 for forward and symmetric FO-B-MAML, which needs first derivatives only."
+        "A meta-gradient takes every method O(√κ log(1/ε)) inner steps; MAML's memory is that of"
+        " the activations times √κ, iMAML's that of the activations, that of FO-MAML, Reptile and"
+        " FO-B-MAML Mem(θ); the bias is δ for MAML and iMAML, 1 for FO-MAML and Reptile, √δ and"
+        " δ^2/3 for forward and symmetric FO-B-MAML, which needs first derivatives only."
     ),
     config=Config,
     cells=cells,
@@ -318,14 +453,17 @@ EXPERIMENT = Experiment(
     table=table,
     judge=judge,
     notes=(
-        "The quadratic problem with one task, float64, and κ of the inner problem set by the spectrum and λ. The inner factor of the "
-        "table alone; its ε⁻² outer steps are those of the convergence theorems. CPU time is that of one meta-gradient, in one "
-        "thread, and mostly overhead at these sizes. Steps are interpolated between the numbers tried; a "
-        "Hessian product computes a gradient on its way, which counts as one. iMAML's conjugate gradient stops at ε/4; ν is so small "
-        "that the stencil's error does not count (1e-6, 1e-3, 0.01 for forward, symmetric, five-point), which works because all solves "
-        "of one difference take the same steps (see the error against ν); the bounds √δ and δ^2/3, for errors that the solves do not "
-        "share, are measured under the orders of the bias. Nesterov's momentum is that for the true κ. Memory is live tensor storage "
-        "beyond model and data, of a perceptron whose activations outweigh its parameters; MAML and the tangent on the stacked engine, "
-        "the others in place."
+        "The quadratic problem with one task, float64, and κ of the inner problem set by the"
+        " spectrum and λ. The inner factor of the table alone; its ε⁻² outer steps are those of the"
+        " convergence theorems. CPU time is that of one meta-gradient, in one thread, and mostly"
+        " overhead at these sizes. Steps are interpolated between the numbers tried; a Hessian"
+        " product computes a gradient on its way, which counts as one. iMAML's conjugate gradient"
+        " stops at ε/4; ν is so small that the stencil's error does not count (1e-6, 1e-3, 0.01 for"
+        " forward, symmetric, five-point), which works because all solves of one difference take"
+        " the same steps (see the error against ν); the bounds √δ and δ^2/3, for errors that the"
+        " solves do not share, are measured under the orders of the bias. Nesterov's momentum is"
+        " that for the true κ. Memory is live tensor storage beyond model and data, of a perceptron"
+        " whose activations outweigh its parameters; MAML and the tangent on the stacked engine,"
+        " the others in place."
     ),
 )

@@ -1,4 +1,6 @@
-"""The figure of Table 1: evaluations against precision, steps against condition number, memory against steps."""
+"""The figure of Table 1: evaluations against precision, steps against condition number, memory
+against steps.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,42 @@ def costs(result: Result[Any]) -> Drawing:
     largest = max(result.config.conditions)
     for one, solver in zip(axes[0], result.config.solvers, strict=False):
         for method in result.distinct("method"):
-            found = [(e, reach(result, method, solver, largest, e)) for e in result.config.precisions]
-            points = [(e, spent.gradients + spent.products) for e, spent in found if spent is not None and math.isfinite(spent.steps)]
+            found = [
+                (e, reach(result, method, solver, largest, e)) for e in result.config.precisions
+            ]
+            points = [
+                (e, spent.gradients + spent.products)
+                for e, spent in found
+                if spent is not None and math.isfinite(spent.steps)
+            ]
             if points:
                 one.plot(*zip(*points, strict=True), **look(method))
         one.set(
-            xscale="log", yscale="log", xlabel="precision ε of the meta-gradient", title=f"inner solver: {solver}, κ = {kappa(largest):g}"
+            xscale="log",
+            yscale="log",
+            xlabel="precision ε of the meta-gradient",
+            title=f"inner solver: {solver}, κ = {kappa(largest):g}",
         )
         one.invert_xaxis()
     axes[0][0].set_ylabel("gradients and Hessian products")
     _against_kappa(axes[1][0], result, solvers)
     for method in result.distinct("method"):
-        rows = [row for row in result.rows(what=MEMORY, method=method) if row["examples"] == min(result.config.memory_examples)]
+        rows = [
+            row
+            for row in result.rows(what=MEMORY, method=method)
+            if row["examples"] == min(result.config.memory_examples)
+        ]
         if rows:
-            axes[1][1].plot([row["steps"] for row in rows], [row["memory"] for row in rows], **look(method))
-    axes[1][1].set(xscale="log", yscale="log", xlabel="inner steps K", ylabel="peak memory, in copies of θ", title="perceptron, one task")
+            axes[1][1].plot(
+                [row["steps"] for row in rows], [row["memory"] for row in rows], **look(method)
+            )
+    axes[1][1].set(
+        xscale="log",
+        yscale="log",
+        xlabel="inner steps K",
+        ylabel="peak memory, in copies of θ",
+        title="perceptron, one task",
+    )
     for one in figure.axes:
         one.title.set_fontsize(10)
         style.short_ticks(one.yaxis)
@@ -50,9 +73,20 @@ def _against_kappa(axes: Any, result: Result[Any], solvers: Sequence[str]) -> No
         points = [point for point in found if math.isfinite(point[1])]
         if points:
             axes.plot(
-                *zip(*points, strict=True), **{**look(method), "linestyle": "-" if solver == GD else (0, (2, 1.5)), "linewidth": 1.5}
+                *zip(*points, strict=True),
+                **{
+                    **look(method),
+                    "linestyle": "-" if solver == GD else (0, (2, 1.5)),
+                    "linewidth": 1.5,
+                },
             )
-    axes.set(xscale="log", yscale="log", xlabel="condition number κ", ylabel="inner steps K", title=f"steps to ε = {last:g}")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="condition number κ",
+        ylabel="inner steps K",
+        title=f"steps to ε = {last:g}",
+    )
 
 
 def _steps(result: Result[Any], method: str, solver: str, condition: float) -> float:
@@ -64,9 +98,22 @@ def _legend(figure: Any, result: Result[Any]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], **look(method)) for method in result.distinct("method")]
-    handles.append(Line2D([], [], color=style.INK, linewidth=1.5, label="lower left: gradient descent"))
-    handles.append(Line2D([], [], color=style.INK, linewidth=1.5, linestyle=(0, (2, 1.5)), label="lower left: Nesterov"))
-    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9, labelcolor=style.INK)
+    handles.append(
+        Line2D([], [], color=style.INK, linewidth=1.5, label="lower left: gradient descent")
+    )
+    handles.append(
+        Line2D(
+            [],
+            [],
+            color=style.INK,
+            linewidth=1.5,
+            linestyle=(0, (2, 1.5)),
+            label="lower left: Nesterov",
+        )
+    )
+    figure.legend(
+        handles=handles, loc="outside right center", frameon=False, fontsize=9, labelcolor=style.INK
+    )
 
 
 def look(method: str) -> dict[str, Any]:
@@ -81,8 +128,13 @@ def _alt(result: Result[Any]) -> str:
     for solver, method in itertools.product(result.config.solvers, result.distinct("method")):
         found = reach(result, method, solver, largest, last)
         if found is not None:
-            parts.append(f"{method} {found.gradients:.0f} ({solver})" if math.isfinite(found.steps) else f"{method} never ({solver})")
+            parts.append(
+                f"{method} {found.gradients:.0f} ({solver})"
+                if math.isfinite(found.steps)
+                else f"{method} never ({solver})"
+            )
     return (
-        "Gradient evaluations and Hessian products against precision, inner steps against condition number, and peak memory against "
-        f"steps, all logarithmic. Gradients to {last:g} at κ = {kappa(largest):g}: {', '.join(parts)}."
+        "Gradient evaluations and Hessian products against precision, inner steps against"
+        f" condition number, and peak memory against steps, all logarithmic. Gradients to {last:g}"
+        f" at κ = {kappa(largest):g}: {', '.join(parts)}."
     )

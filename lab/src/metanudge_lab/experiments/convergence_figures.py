@@ -1,4 +1,6 @@
-"""The figures of the convergence experiment: runs of the meta-optimizers, and how smoothness grows."""
+"""The figures of the convergence experiment: runs of the meta-optimizers, and how smoothness
+grows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from typing import Any
 
 from metanudge_lab import style
 from metanudge_lab.experiments.base import Drawing, Result
-from metanudge_lab.experiments.meta_optimizers import ADAM, CLIPPED, GD, NORMALIZED, OPTIMIZERS, SNGDM, best
+from metanudge_lab.experiments.meta_optimizers import (
+    ADAM,
+    CLIPPED,
+    GD,
+    NORMALIZED,
+    OPTIMIZERS,
+    SNGDM,
+    best,
+)
 from metanudge_lab.experiments.smoothness import PAIRS, PATH, PROOF
 from metanudge_lab.experiments.spread import Spread, short
 
@@ -28,9 +38,15 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def runs(result: Result[Any]) -> Drawing:
-    """‖∇F‖ against meta-steps at the best step sizes; a column for each problem, sampled tasks below."""
-    problems = [name for name in result.distinct("problem") if result.rows(problem=name, kind="curve")]
-    figure, axes = style.figure(len(problems), 2, width=1.8 + 2.6 * len(problems), height=5.8, sharex=True, squeeze=False)
+    """‖∇F‖ against meta-steps at the best step sizes; a column for each problem, sampled tasks
+    below.
+    """
+    problems = [
+        name for name in result.distinct("problem") if result.rows(problem=name, kind="curve")
+    ]
+    figure, axes = style.figure(
+        len(problems), 2, width=1.8 + 2.6 * len(problems), height=5.8, sharex=True, squeeze=False
+    )
     for column, problem in enumerate(problems):
         for line, sampled in enumerate((False, True)):
             one = axes[line][column]
@@ -42,11 +58,24 @@ def runs(result: Result[Any]) -> Drawing:
                 if not rows:
                     continue
                 steps = sorted({row["step"] for row in rows})
-                found = [(row["step"], math.nan if row["norm"] is None else row["norm"]) for row in rows]
-                norms = [Spread.of([norm for at, norm in found if at == step]).median for step in steps]
-                one.plot(steps, norms, markevery=0.17, markersize=4.5, label=optimizer, **{"linewidth": 1.7, **LOOKS[optimizer]})
+                found = [
+                    (row["step"], math.nan if row["norm"] is None else row["norm"]) for row in rows
+                ]
+                norms = [
+                    Spread.of([norm for at, norm in found if at == step]).median for step in steps
+                ]
+                one.plot(
+                    steps,
+                    norms,
+                    markevery=0.17,
+                    markersize=4.5,
+                    label=optimizer,
+                    **{"linewidth": 1.7, **LOOKS[optimizer]},
+                )
             if one.lines:
-                one.axhline(result.config.epsilon, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2)))
+                one.axhline(
+                    result.config.epsilon, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2))
+                )
                 one.set_ylim(bottom=max(result.config.epsilon / 30, one.get_ylim()[0]))
             one.yaxis.set_minor_formatter("")
         axes[0][column].set_title(TITLES[problem], fontsize=10)
@@ -61,22 +90,46 @@ def runs(result: Result[Any]) -> Drawing:
 def growth(result: Result[Any]) -> Drawing:
     """Above, curvature along a path and its affine bound; below, how the global form fails."""
     problems = [name for name in result.distinct("problem") if result.rows(problem=name, kind=PATH)]
-    figure, axes = style.figure(len(problems), 2, width=1.2 + 2.7 * len(problems), height=5.8, squeeze=False)
+    figure, axes = style.figure(
+        len(problems), 2, width=1.2 + 2.7 * len(problems), height=5.8, squeeze=False
+    )
     for column, problem in enumerate(problems):
         above, below = axes[0][column], axes[1][column]
         seed = result.rows(problem=problem, kind=PATH)[0]["seed"]
         rows = result.rows(problem=problem, kind=PATH, seed=seed)
-        path = sorted((row["norm"], row["curvature"]) for row in rows if row["norm"] >= result.config.epsilon) or [
-            (row["norm"], row["curvature"]) for row in rows
-        ]
-        above.plot(*zip(*path, strict=True), linestyle="", marker="o", markersize=4, color="#1f6fd6", label="along the path")
+        path = sorted(
+            (row["norm"], row["curvature"]) for row in rows if row["norm"] >= result.config.epsilon
+        ) or [(row["norm"], row["curvature"]) for row in rows]
+        above.plot(
+            *zip(*path, strict=True),
+            linestyle="",
+            marker="o",
+            markersize=4,
+            color="#1f6fd6",
+            label="along the path",
+        )
         (proof,) = result.rows(problem=problem, kind=PROOF, seed=seed)
         least, most = path[0][0], path[-1][0]
         norms = [least * (most / least) ** (place / 60) for place in range(61)]
-        text = f"{proof['flat']:.2g} + {proof['steep']:.2g}‖∇F‖" if proof["steep"] else f"{proof['flat']:.2g}"
-        above.plot(norms, [proof["flat"] + proof["steep"] * norm for norm in norms], color="#e07b00", linewidth=1.6, label=text)
-        pairs = sorted((row["distance"], row["ratio"]) for row in result.rows(problem=problem, kind=PAIRS, seed=seed))
-        below.plot(*zip(*pairs, strict=True), color="#d1495b", marker="s", markersize=4.5, linewidth=1.6)
+        text = (
+            f"{proof['flat']:.2g} + {proof['steep']:.2g}‖∇F‖"
+            if proof["steep"]
+            else f"{proof['flat']:.2g}"
+        )
+        above.plot(
+            norms,
+            [proof["flat"] + proof["steep"] * norm for norm in norms],
+            color="#e07b00",
+            linewidth=1.6,
+            label=text,
+        )
+        pairs = sorted(
+            (row["distance"], row["ratio"])
+            for row in result.rows(problem=problem, kind=PAIRS, seed=seed)
+        )
+        below.plot(
+            *zip(*pairs, strict=True), color="#d1495b", marker="s", markersize=4.5, linewidth=1.6
+        )
         below.axhline(1.0, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2)))
         for one in (above, below):
             one.set(xscale="log", yscale="log")
@@ -89,27 +142,49 @@ def growth(result: Result[Any]) -> Drawing:
         below.set_xlabel("‖θ′ − θ*‖, θ* the minimiser")
     axes[0][0].set_ylabel("‖∇²F‖")
     axes[1][0].set_ylabel("‖∇F(θ′) − ∇F(θ*)‖ over\nmin(ℒ(θ′), ℒ(θ*)) ‖θ′ − θ*‖")
-    ends = [f"{name} {max(row['ratio'] for row in result.rows(problem=name, kind=PAIRS)):.2g}" for name in problems]
-    text = "Above: the Hessian's norm against the gradient's, and an affine bound. Below: the global form's ratio, at most"
+    ends = [
+        f"{name} {max(row['ratio'] for row in result.rows(problem=name, kind=PAIRS)):.2g}"
+        for name in problems
+    ]
+    text = (
+        "Above: the Hessian's norm against the gradient's, and an affine bound. Below: the global"
+        " form's ratio, at most"
+    )
     return Drawing(figure, alt=f"{text} {', '.join(ends)}.", suffix="smoothness")
 
 
 def starts(result: Result[Any]) -> Drawing:
-    """‖∇F‖ at the end of runs with one task a step against ‖∇F‖ at the start; a point for each seed and distance."""
+    """‖∇F‖ at the end of runs with one task a step against ‖∇F‖ at the start; a point for each seed
+    and distance.
+    """
     figure, axes = style.figure(height=3.6)
-    axes.set(xscale="log", yscale="log", xlabel="‖∇F‖ at the start", ylabel="‖∇F‖ at the end,\none random task a step")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="‖∇F‖ at the start",
+        ylabel="‖∇F‖ at the end,\none random task a step",
+    )
     ends = []
     for optimizer in (GD, CLIPPED, SNGDM):
-        rows = sorted(result.rows(kind="steepness", optimizer=optimizer), key=lambda row: float(row["start"]))
+        rows = sorted(
+            result.rows(kind="steepness", optimizer=optimizer), key=lambda row: float(row["start"])
+        )
         found = [(row["start"], row["last"]) for row in rows if row["last"] is not None]
         if found:
-            look = {key: value for key, value in LOOKS[optimizer].items() if key in ("color", "marker")}
-            axes.plot(*zip(*found, strict=True), linestyle="", markersize=6, label=optimizer, **look)
+            look = {
+                key: value for key, value in LOOKS[optimizer].items() if key in ("color", "marker")
+            }
+            axes.plot(
+                *zip(*found, strict=True), linestyle="", markersize=6, label=optimizer, **look
+            )
             ends.append(f"{optimizer} {short(found[0][1])} to {short(found[-1][1])}")
     for axis in (axes.xaxis, axes.yaxis):
         style.short_ticks(axis)
     style.legend(axes)
-    text = "‖∇F‖ at the end of runs with one random task a step against ‖∇F‖ at the start, both logarithmic; from the flattest start to"
+    text = (
+        "‖∇F‖ at the end of runs with one random task a step against ‖∇F‖ at the start, both"
+        " logarithmic; from the flattest start to"
+    )
     return Drawing(figure, alt=f"{text} the steepest: {', '.join(ends)}.", suffix="steepness")
 
 
@@ -117,11 +192,21 @@ def floors(result: Result[Any]) -> Drawing:
     """‖∇F‖ at the end of a run with FO-B-MAML's meta-gradients against ν, and the bias of these."""
     figure, axes = style.figure(height=3.6)
     ends = []
-    for stencil in (name for name in ("forward", "symmetric") if result.rows(kind="floor", stencil=name)):
+    for stencil in (
+        name for name in ("forward", "symmetric") if result.rows(kind="floor", stencil=name)
+    ):
         rows = sorted(result.rows(kind="floor", stencil=stencil), key=lambda row: float(row["nu"]))
         nus, look = [row["nu"] for row in rows], style.line(f"FO-B-MAML {stencil}")
-        axes.plot(nus, [row["norm"] for row in rows], **{**look, "linestyle": "", "label": f"‖∇F‖ at the end, {stencil}"})
-        axes.plot(nus, [row["bias"] for row in rows], **{**look, "marker": "", "linewidth": 1.4, "label": f"bias, {stencil}"})
+        axes.plot(
+            nus,
+            [row["norm"] for row in rows],
+            **{**look, "linestyle": "", "label": f"‖∇F‖ at the end, {stencil}"},
+        )
+        axes.plot(
+            nus,
+            [row["bias"] for row in rows],
+            **{**look, "marker": "", "linewidth": 1.4, "label": f"bias, {stencil}"},
+        )
         ends += [f"{stencil} {short(row['norm'])} at ν = {row['nu']:g}" for row in rows]
     axes.set(xlabel="ν", ylabel="‖∇F‖ where the estimate vanishes")
     if ends:
@@ -129,7 +214,9 @@ def floors(result: Result[Any]) -> Drawing:
         for axis in (axes.xaxis, axes.yaxis):
             style.short_ticks(axis)
         style.legend(axes)
-    text = "‖∇F‖ at the end of a run, and the bias of the estimates there, against ν, both logarithmic"
+    text = (
+        "‖∇F‖ at the end of a run, and the bias of the estimates there, against ν, both logarithmic"
+    )
     return Drawing(figure, alt=f"{text}: {', '.join(ends)}.", suffix="bias")
 
 
@@ -140,7 +227,10 @@ def _alt(result: Result[Any]) -> str:
         if found is not None:
             parts.append(f"{problem}, {optimizer}: {count_of(found.reached, result)} steps")
     ways = "with all tasks and with one random task a step"
-    return f"Norm of the meta-gradient against meta-steps, logarithmic, {ways}. To {result.config.epsilon:g}: {'; '.join(parts)}."
+    return (
+        f"Norm of the meta-gradient against meta-steps, logarithmic, {ways}. To"
+        f" {result.config.epsilon:g}: {'; '.join(parts)}."
+    )
 
 
 def count_of(steps: float, result: Result[Any]) -> str:

@@ -1,8 +1,11 @@
-"""Where the error of a meta-gradient comes from, on the quadratic problem: the unfinished inner solve, the linear system, or ν.
+"""Where the error of a meta-gradient comes from, on the quadratic problem: the unfinished inner
+solve, the linear system, or ν.
 
-The exact meta-gradient is λv* with (A + λI) v* = ∇f(φ*) at the inner solution φ*. The error of an estimate is the sum of three vectors:
+The exact meta-gradient is λv* with (A + λI) v* = ∇f(φ*) at the inner solution φ*. The error of an
+estimate is the sum of three vectors:
 
-- linear: the system is solved by K steps of gradient descent (FO-B-MAML) or n of conjugate gradient (iMAML), and everything else exactly;
+- linear: the system is solved by K steps of gradient descent (FO-B-MAML) or n of conjugate gradient
+  (iMAML), and everything else exactly;
 - inner: query gradients are taken where the inner steps are, at φ_k, instead of at φ*;
 - ν: a difference of two solves stands for a derivative in ν.
 
@@ -22,7 +25,8 @@ PARTS = {"inner": "unfinished inner solve", "linear": "linear system", "nu": "ν
 
 
 class ErrorParts:
-    """The parts of the error of one estimator on one problem; nothing for estimators that solve no linear system.
+    """The parts of the error of one estimator on one problem; nothing for estimators that solve no
+    linear system.
 
     Args:
         problem: tasks, θ and λ.
@@ -31,13 +35,19 @@ class ErrorParts:
 
     def __init__(self, problem: Problem, estimator: Estimator) -> None:
         self.problem, self.estimator, self.exact = problem, estimator, problem.exact
-        self.A, self.b = (torch.cat([task.support[i] for task in problem.tasks]).double() for i in (0, 1))
-        self.inner = self.A + problem.lam * torch.eye(self.A.shape[-1], dtype=self.A.dtype, device=self.A.device)
+        self.A, self.b = (
+            torch.cat([task.support[i] for task in problem.tasks]).double() for i in (0, 1)
+        )
+        self.inner = self.A + problem.lam * torch.eye(
+            self.A.shape[-1], dtype=self.A.dtype, device=self.A.device
+        )
         self.solution = torch.linalg.solve(self.inner, problem.lam * problem.theta - self.b)
         self._with_exact_solve = self._implicit() if isinstance(estimator, mn.IMAML) else None
 
     def __call__(self, steps: int, estimate: Tensor) -> dict[str, float]:
-        """Norms of the parts, relative to that of the exact meta-gradient, for an estimate with so many inner steps."""
+        """Norms of the parts, relative to that of the exact meta-gradient, for an estimate with so
+        many inner steps.
+        """
         if isinstance(self.estimator, mn.IMAML):
             assert self._with_exact_solve is not None
             linear, nu = self._with_exact_solve - self.exact, torch.zeros_like(estimate)
@@ -48,7 +58,9 @@ class ErrorParts:
         else:
             return {}
         parts = {"inner": estimate - self.exact - linear - nu, "linear": linear, "nu": nu}
-        return {f"part_{name}": float(part.norm() / self.exact.norm()) for name, part in parts.items()}
+        return {
+            f"part_{name}": float(part.norm() / self.exact.norm()) for name, part in parts.items()
+        }
 
     def _pulls(self, steps: int) -> list[Tensor]:
         """The query gradients that drive dφ/dν in each step, `(tasks, dim)` each."""
@@ -68,7 +80,9 @@ class ErrorParts:
         return path
 
     def _response(self, pulls: list[Tensor]) -> Tensor:
-        """Gradient descent on the linear system whose right-hand side changes from step to step: −dφ_K/dν."""
+        """Gradient descent on the linear system whose right-hand side changes from step to step:
+        −dφ_K/dν.
+        """
         v = torch.zeros_like(self.b)
         for pull in pulls:
             v = v + self.problem.rate * (pull - _times(self.inner, v))

@@ -1,4 +1,6 @@
-"""Meta-training for the experiments on few-shot classification: Adam on a stream of tasks, accuracy on others."""
+"""Meta-training for the experiments on few-shot classification: Adam on a stream of tasks, accuracy
+on others.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,21 @@ class Recipe:
         """The meta-learning rate of the meta-step that comes after so many.
 
         Example:
-            >>> [round(Recipe(0.1, 1.0, 4, cosine=cosine).rate_at(2), 6) for cosine in (False, True)]
+            >>> [round(Recipe(0.1, 1.0, 4, cosine=cosine).rate_at(2), 6)
+            ...     for cosine in (False, True)]
             [1.0, 0.5]
         """
-        return self.rate * (1 + math.cos(math.pi * iteration / self.iterations)) / 2 if self.cosine else self.rate
+        return (
+            self.rate * (1 + math.cos(math.pi * iteration / self.iterations)) / 2
+            if self.cosine
+            else self.rate
+        )
 
 
 @dataclass
 class Trial:
-    """A model that can be meta-trained again and again from the same initial weights, with one estimator.
+    """A model that can be meta-trained again and again from the same initial weights, with one
+    estimator.
 
     Learners are kept by their inner learning rate: on a GPU each has recorded its meta-step.
     """
@@ -66,7 +74,9 @@ class Trial:
     _learners: dict[float, mn.MetaLearner] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._initial = {name: leaf.detach().clone() for name, leaf in self.model.state_dict().items()}
+        self._initial = {
+            name: leaf.detach().clone() for name, leaf in self.model.state_dict().items()
+        }
 
     def learner(self, inner: float) -> mn.MetaLearner:
         """The learner with this inner learning rate, at the initial weights."""
@@ -74,19 +84,30 @@ class Trial:
         if inner not in self._learners:
             solver = mn.GradientDescent(lr=inner, steps=self.steps)
             loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
-            self._learners[inner] = mn.MetaLearner(self.model, loss, lam=self.lam, solver=solver, estimator=self.estimator)
+            self._learners[inner] = mn.MetaLearner(
+                self.model, loss, lam=self.lam, solver=solver, estimator=self.estimator
+            )
         return self._learners[inner]
 
-    def train(self, recipe: Recipe, *, at: Collection[int] = (), see: Callable[[int, mn.MetaLearner], None] | None = None) -> bool:
+    def train(
+        self,
+        recipe: Recipe,
+        *,
+        at: Collection[int] = (),
+        see: Callable[[int, mn.MetaLearner], None] | None = None,
+    ) -> bool:
         """Meta-train from the initial weights; whether every gradient was finite.
 
         Args:
             recipe: how.
-            at: after which iterations (0 is before the first) to call `see`; the calls end where training diverges.
+            at: after which iterations (0 is before the first) to call `see`; the calls end where
+                training diverges.
             see: gets the iteration and the learner.
         """
         learner = self.learner(recipe.inner)
-        optimizer = torch.optim.Adam(learner.parameters(), lr=recipe.rate, fused=learner.problem().device.type == "cuda")
+        optimizer = torch.optim.Adam(
+            learner.parameters(), lr=recipe.rate, fused=learner.problem().device.type == "cuda"
+        )
         batches = _stream(self.source, recipe)
         if see is not None and 0 in at:
             see(0, learner)
@@ -102,15 +123,21 @@ class Trial:
                 see(iteration, learner)
         return True
 
-    def scores(self, recipe: Recipe, *, split: Split, tasks: int, steps: Sequence[int | None] = (None,)) -> list[Tensor]:
-        """Accuracies on so many tasks of a split after training, for each number of steps of adaptation (None: as in training).
+    def scores(
+        self, recipe: Recipe, *, split: Split, tasks: int, steps: Sequence[int | None] = (None,)
+    ) -> list[Tensor]:
+        """Accuracies on so many tasks of a split after training, for each number of steps of
+        adaptation (None: as in training).
 
         For regression, shares of the variance that are explained. Zeros where training diverged.
         """
         if not self.train(recipe):
             return [torch.zeros(tasks, dtype=torch.float64) for _ in steps]
         quality = explained if self.regression else accuracies
-        return [quality(self._learners[recipe.inner], self.source, split, tasks, steps=count) for count in steps]
+        return [
+            quality(self._learners[recipe.inner], self.source, split, tasks, steps=count)
+            for count in steps
+        ]
 
     def score(self, recipe: Recipe, *, split: Split, tasks: int) -> float:
         """Their mean with as many steps as in training."""
@@ -125,22 +152,39 @@ def _stream(source: Episodes, recipe: Recipe) -> Iterator[TaskBatch]:
     ahead, size = Ahead(source), recipe.tasks
     try:
         for step in range(recipe.iterations):
-            yield ahead.batch(range(step * size, (step + 1) * size), then=range((step + 1) * size, (step + 2) * size))
+            yield ahead.batch(
+                range(step * size, (step + 1) * size),
+                then=range((step + 1) * size, (step + 2) * size),
+            )
     finally:  # also where training diverges and nobody asks for the rest
         ahead.close()
 
 
-def accuracies(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int, *, steps: int | None = None) -> Tensor:
-    """Accuracy on the query sets of episodes 0 … tasks − 1 of a split after adaptation with the learner's own steps, or so many."""
+def accuracies(
+    learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int, *, steps: int | None = None
+) -> Tensor:
+    """Accuracy on the query sets of episodes 0 … tasks − 1 of a split after adaptation with the
+    learner's own steps, or so many.
+    """
     parts = (range(first, min(first + AT_ONCE, tasks)) for first in range(0, tasks, AT_ONCE))
-    return torch.cat([learner.evaluate(source.batch(part, split), steps=steps).accuracy for part in parts])
+    return torch.cat(
+        [learner.evaluate(source.batch(part, split), steps=steps).accuracy for part in parts]
+    )
 
 
-def explained(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int, *, steps: int | None = None) -> Tensor:
-    """1 − squared error / mean square of the targets of all tasks, on the query sets, like `accuracies`; at least 0."""
+def explained(
+    learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int, *, steps: int | None = None
+) -> Tensor:
+    """1 − squared error / mean square of the targets of all tasks, on the query sets, like
+    `accuracies`; at least 0.
+    """
     batch = source.batch(range(tasks), split)
     squares = torch.cat([stack.query[1].double().square().flatten() for stack in batch.stacks])
-    return (1 - learner.evaluate(batch, steps=steps).loss / squares.mean().cpu()).nan_to_num(0.0).clamp(min=0)
+    return (
+        (1 - learner.evaluate(batch, steps=steps).loss / squares.mean().cpu())
+        .nan_to_num(0.0)
+        .clamp(min=0)
+    )
 
 
 def accuracy(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int) -> float:
@@ -149,19 +193,24 @@ def accuracy(learner: mn.MetaLearner, source: Episodes, split: Split, tasks: int
 
 
 def summary(found: Tensor) -> dict[str, float]:
-    """Mean accuracy and the half-width of its 95 % confidence interval over the tasks, as they stand in a row.
+    """Mean accuracy and the half-width of its 95 % confidence interval over the tasks, as they
+    stand in a row.
 
     Example:
         >>> summary(torch.tensor([0.5, 0.5, 0.5]))
         {'accuracy': 0.5, 'ci95': 0.0}
     """
-    return {"accuracy": float(found.mean()), "ci95": float(1.96 * found.std() / math.sqrt(len(found)))}
+    return {
+        "accuracy": float(found.mean()),
+        "ci95": float(1.96 * found.std() / math.sqrt(len(found))),
+    }
 
 
 def best_recipe(
     trial: Trial, recipes: list[Recipe], rounds: tuple[int, ...], *, keep: int, tasks: int
 ) -> tuple[Recipe, list[Recipe], list[float]]:
-    """The recipe with the highest validation accuracy, found in rounds of growing length of which only the best few reach the next.
+    """The recipe with the highest validation accuracy, found in rounds of growing length of which
+    only the best few reach the next.
 
     Args:
         trial: what is trained.
@@ -171,14 +220,18 @@ def best_recipe(
         tasks: validation tasks.
 
     Returns:
-        the best recipe (with its own number of iterations), and all that were tried with their accuracies.
+        the best recipe (with its own number of iterations), and all that were tried with their
+        accuracies.
     """
     tried: list[Recipe] = []
     scores: list[float] = []
     left = list(recipes)
     for number, iterations in enumerate(rounds):
         if len(left) > 1:
-            found = [trial.score(replace(recipe, iterations=iterations), split="val", tasks=tasks) for recipe in left]
+            found = [
+                trial.score(replace(recipe, iterations=iterations), split="val", tasks=tasks)
+                for recipe in left
+            ]
             tried += [replace(recipe, iterations=iterations) for recipe in left]
             scores += found
             order = sorted(range(len(left)), key=lambda i: -found[i])
@@ -187,7 +240,9 @@ def best_recipe(
 
 
 def release(device: torch.device) -> None:
-    """Give back what earlier runs held on a GPU: recorded meta-steps keep their memory until they are collected."""
+    """Give back what earlier runs held on a GPU: recorded meta-steps keep their memory until they
+    are collected.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

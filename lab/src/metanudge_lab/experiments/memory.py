@@ -1,8 +1,10 @@
-"""Peak memory of one meta-step: how the four memory experiments measure, draw, tabulate and judge it.
+"""Peak memory of one meta-step: how the four memory experiments measure, draw, tabulate and judge
+it.
 
-A meta-step is made of one task at a time, as for a model that fills the device: on the in-place engine, and for MAML, which cannot work
-in place, as plain autograd through the inner steps, which holds less than half of what the stacked engine does. What was there before
-(the model and the task) does not count; the meta-gradient in `.grad` does.
+A meta-step is made of one task at a time, as for a model that fills the device: on the in-place
+engine, and for MAML, which cannot work in place, as plain autograd through the inner steps, which
+holds less than half of what the stacked engine does. What was there before (the model and the task)
+does not count; the meta-gradient in `.grad` does.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ FLAT = 0.01
 MB = 1e6
 RATE = 0.01  # inner learning rate
 HOW = (
-    "One task at a time, on the in-place engine; MAML, which cannot work in place, is plain autograd through the inner steps. What "
-    "existed before the step does not count. On a GPU the allocator tells; without one, live tensors are counted, which leaves out "
-    "workspaces of kernels."
+    "One task at a time, on the in-place engine; MAML, which cannot work in place, is plain"
+    " autograd through the inner steps. What existed before the step does not count. On a GPU the"
+    " allocator tells; without one, live tensors are counted, which leaves out workspaces of"
+    " kernels."
 )
 
 
-def random_task(shape: tuple[int, ...], *, ways: int, shots: int, queries: int, device: torch.device) -> Task:
+def random_task(
+    shape: tuple[int, ...], *, ways: int, shots: int, queries: int, device: torch.device
+) -> Task:
     """A task of noise: memory does not depend on what is in the tensors."""
     generator = torch.Generator().manual_seed(0)
 
@@ -46,9 +51,17 @@ def random_task(shape: tuple[int, ...], *, ways: int, shots: int, queries: int, 
     return Task(examples(shots), examples(queries))
 
 
-def measure_step(method: str, model: nn.Module, task: Task, *, steps: int, device: torch.device) -> Row:
-    """Bytes that one meta-step (or one plain training step on the query set) needs at its peak, and those of one copy of θ."""
-    work = _training_step(model, task) if method == STEP else meta_step(method, model, task, steps=steps)
+def measure_step(
+    method: str, model: nn.Module, task: Task, *, steps: int, device: torch.device
+) -> Row:
+    """Bytes that one meta-step (or one plain training step on the query set) needs at its peak, and
+    those of one copy of θ.
+    """
+    work = (
+        _training_step(model, task)
+        if method == STEP
+        else meta_step(method, model, task, steps=steps)
+    )
     if device.type == "cuda":  # what libraries allocate once and keep is no part of the step
         work()
         model.zero_grad(set_to_none=True)
@@ -71,7 +84,9 @@ def meta_step(method: str, model: nn.Module, task: Task, *, steps: int) -> Calla
 
 
 def unrolled(model: nn.Module, task: Task, *, steps: int) -> None:
-    """MAML as in a textbook: every inner step keeps its graph, and one backward pass goes through all of them."""
+    """MAML as in a textbook: every inner step keeps its graph, and one backward pass goes through
+    all of them.
+    """
     theta: dict[str, Tensor] = dict(model.named_parameters())
 
     def loss(phi: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -79,8 +94,13 @@ def unrolled(model: nn.Module, task: Task, *, steps: int) -> None:
 
     phi = theta
     for _ in range(steps):
-        gradients = torch.autograd.grad(loss(phi, task.support), list(phi.values()), create_graph=True)
-        phi = {n: p - RATE * (g + m.LAM * (p - theta[n])) for (n, p), g in zip(phi.items(), gradients, strict=True)}
+        gradients = torch.autograd.grad(
+            loss(phi, task.support), list(phi.values()), create_graph=True
+        )
+        phi = {
+            n: p - RATE * (g + m.LAM * (p - theta[n]))
+            for (n, p), g in zip(phi.items(), gradients, strict=True)
+        }
     loss(phi, task.query).backward()
 
 
@@ -96,16 +116,25 @@ def memory(result: Result[Any], method: str, **where: Any) -> float:
 
 
 def draw(result: Result[Any], size: str, label: str, at: str, **where: Any) -> list[Drawing]:
-    """Megabytes against size; and, for first-order methods, as a multiple of FO-MAML's, with the margin of the claim shaded."""
+    """Megabytes against size; and, for first-order methods, as a multiple of FO-MAML's, with the
+    margin of the claim shaded.
+    """
     figure, (left, right) = style.figure(2, width=10.8, height=4.4)
     sizes = sorted(result.distinct(size))
     for method in result.distinct("method"):
         known = [s for s in sizes if memory(result, method, **{size: s}, **where) > 0]
         peaks = [memory(result, method, **{size: s}, **where) for s in known]
-        look = style.line(method) if method != STEP else {**style.line(method), "linestyle": ":", "linewidth": 1.2, "marker": ""}
+        look = (
+            style.line(method)
+            if method != STEP
+            else {**style.line(method), "linestyle": ":", "linewidth": 1.2, "marker": ""}
+        )
         left.plot(known, [peak / MB for peak in peaks], **look)
         if method not in (m.MAML, m.IMAML):
-            ratios = [peak / memory(result, m.FO_MAML, **{size: s}, **where) for s, peak in zip(known, peaks, strict=True)]
+            ratios = [
+                peak / memory(result, m.FO_MAML, **{size: s}, **where)
+                for s, peak in zip(known, peaks, strict=True)
+            ]
             right.plot(known, ratios, **look)
     left.set(ylabel="peak memory of a meta-step, MB", yscale="log")
     right.set(ylabel="relative to FO-MAML", title="first-order methods")
@@ -125,20 +154,38 @@ def draw(result: Result[Any], size: str, label: str, at: str, **where: Any) -> l
 
 
 def table(result: Result[Any], size: str, at: str, **where: Any) -> Table:
-    """Megabytes at every size, and at the largest also relative to FO-MAML and the difference in copies of θ."""
+    """Megabytes at every size, and at the largest also relative to FO-MAML and the difference in
+    copies of θ.
+    """
     sizes = sorted(result.distinct(size))
     rows = []
     for method in result.distinct("method"):
         peaks = [memory(result, method, **{size: s}, **where) for s in sizes]
         at_last = {size: sizes[-1], **where}
-        ratio, copies = peaks[-1] / memory(result, m.FO_MAML, **at_last), extra_copies(result, method, m.FO_MAML, **at_last)
-        rows.append((method, *map(_megabytes, peaks), _shown(ratio, ".2f"), _shown(copies, "+.1f") if method in m.FIRST_ORDER else None))
-    head = (*(f"MB, {at.format(s)}" for s in sizes), f"relative to FO-MAML at {at.format(sizes[-1])}", "the difference in copies of θ")
+        ratio, copies = (
+            peaks[-1] / memory(result, m.FO_MAML, **at_last),
+            extra_copies(result, method, m.FO_MAML, **at_last),
+        )
+        rows.append(
+            (
+                method,
+                *map(_megabytes, peaks),
+                _shown(ratio, ".2f"),
+                _shown(copies, "+.1f") if method in m.FIRST_ORDER else None,
+            )
+        )
+    head = (
+        *(f"MB, {at.format(s)}" for s in sizes),
+        f"relative to FO-MAML at {at.format(sizes[-1])}",
+        "the difference in copies of θ",
+    )
     return Table(("method", *head), rows)
 
 
 def judge(result: Result[Any], size: str, at: str, **where: Any) -> Verdict:
-    """The claim's parts: FO-B-MAML within the margin of FO-MAML and Reptile at every size; MAML and iMAML above it at every size."""
+    """The claim's parts: FO-B-MAML within the margin of FO-MAML and Reptile at every size; MAML and
+    iMAML above it at every size.
+    """
     sizes = sorted(result.distinct(size))
     failed, parts = [], 0
     for s in sizes:
@@ -154,9 +201,15 @@ def judge(result: Result[Any], size: str, at: str, **where: Any) -> Verdict:
                 failed.append(f"{rival.partition(',')[0]} needs no more than it at {at.format(s)}")
     measured = summary(result, size, at, **where)
     if not failed:
-        reason = f"FO-B-MAML is within {MARGIN:.0%} of FO-MAML and Reptile, and below MAML and iMAML, at every size."
+        reason = (
+            f"FO-B-MAML is within {MARGIN:.0%} of FO-MAML and Reptile, and below MAML and iMAML, at"
+            " every size."
+        )
         return Verdict("reproduced", measured, f"{reason} {_above_a_step(result, size, **where)}")
-    reason = f"{parts - len(failed)} of {parts} comparisons hold, but {'; '.join(failed)}. {_above_a_step(result, size, **where)}"
+    reason = (
+        f"{parts - len(failed)} of {parts} comparisons hold, but {'; '.join(failed)}."
+        f" {_above_a_step(result, size, **where)}"
+    )
     return Verdict("partly" if len(failed) < parts else "not", measured, reason)
 
 
@@ -165,7 +218,8 @@ def _above_a_step(result: Result[Any], size: str, **where: Any) -> str:
     places = [{size: s, **where} for s in sorted(result.distinct(size))]
     ratios = [memory(result, m.LOSS, **here) / memory(result, STEP, **here) - 1 for here in places]
     return (
-        f"It is {min(ratios):.1%} to {max(ratios):.1%} above one plain training step, which has no θ to return to and no meta-gradient."
+        f"It is {min(ratios):.1%} to {max(ratios):.1%} above one plain training step, which has no"
+        " θ to return to and no meta-gradient."
     )
 
 
@@ -176,20 +230,30 @@ def summary(result: Result[Any], size: str, at: str, **where: Any) -> str:
     mb = {method: megabytes(memory(result, method, **last)) for method in METHODS}
     ranges = []
     for method in (m.LOSS, m.GRADIENT):
-        apart = [memory(result, method, **{size: s}, **where) / memory(result, m.FO_MAML, **{size: s}, **where) - 1 for s in sizes]
+        apart = [
+            memory(result, method, **{size: s}, **where)
+            / memory(result, m.FO_MAML, **{size: s}, **where)
+            - 1
+            for s in sizes
+        ]
         ranges.append(f"{min(apart):+.1%} to {max(apart):+.1%}")
     return (
-        f"At {at.format(sizes[-1])} a meta-step needs {mb[m.LOSS]} MB with FO-B-MAML, {mb[m.GRADIENT]} with its gradient "
-        f"nudge, {mb[m.FO_MAML]} with FO-MAML, {mb[m.REPTILE]} with Reptile, {mb[m.IMAML]} with iMAML and {mb[m.MAML]} "
-        f"with MAML (a plain training step: {mb[STEP]}); over all sizes FO-B-MAML's differs from FO-MAML's by {ranges[0]}, with "
-        f"the gradient nudge by {ranges[1]}."
+        f"At {at.format(sizes[-1])} a meta-step needs {mb[m.LOSS]} MB with FO-B-MAML,"
+        f" {mb[m.GRADIENT]} with its gradient nudge, {mb[m.FO_MAML]} with FO-MAML, {mb[m.REPTILE]}"
+        f" with Reptile, {mb[m.IMAML]} with iMAML and {mb[m.MAML]} with MAML (a plain training"
+        f" step: {mb[STEP]}); over all sizes FO-B-MAML's differs from FO-MAML's by {ranges[0]},"
+        f" with the gradient nudge by {ranges[1]}."
     )
 
 
 def extra_copies(result: Result[Any], method: str, than: str, **where: Any) -> float:
     """How much more one method needs than another, in copies of the parameters."""
     found = result.values("parameters", method=method, **where)
-    return (memory(result, method, **where) - memory(result, than, **where)) / found[0] if found else math.nan
+    return (
+        (memory(result, method, **where) - memory(result, than, **where)) / found[0]
+        if found
+        else math.nan
+    )
 
 
 def cells(size: str, sizes: tuple[int, ...]) -> list[Cell]:
@@ -200,7 +264,10 @@ def cells(size: str, sizes: tuple[int, ...]) -> list[Cell]:
 def _beyond(result: Result[Any], rival: str, place: str, **here: Any) -> str:
     ours, theirs = memory(result, m.LOSS, **here), memory(result, rival, **here)
     copies = extra_copies(result, m.LOSS, rival, **here)
-    return f"at {place} FO-B-MAML is {ours / theirs - 1:+.0%} from {rival}, {copies:.1f} copies of the parameters"
+    return (
+        f"at {place} FO-B-MAML is {ours / theirs - 1:+.0%} from {rival}, {copies:.1f} copies of the"
+        " parameters"
+    )
 
 
 def megabytes(peak: float) -> str:
@@ -223,6 +290,12 @@ def _shown(value: float, spec: str) -> Shown:
 
 def _alt(result: Result[Any], size: str, label: str, at: str, **where: Any) -> str:
     last = max(result.distinct(size))
-    found = {method: memory(result, method, **{size: last}, **where) for method in result.distinct("method")}
+    found = {
+        method: memory(result, method, **{size: last}, **where)
+        for method in result.distinct("method")
+    }
     ends = ", ".join(f"{method} {megabytes(peak)} MB" for method, peak in found.items() if peak > 0)
-    return f"Peak memory of a meta-step against {label}, logarithmic, and relative to FO-MAML. At {at.format(last)}: {ends}."
+    return (
+        f"Peak memory of a meta-step against {label}, logarithmic, and relative to FO-MAML. At"
+        f" {at.format(last)}: {ends}."
+    )

@@ -38,15 +38,23 @@ class Config:
 
 def cells(config: Config) -> list[Cell]:
     """One for each number of shots, channels and method."""
-    return [{"shots": shots, **cell} for shots in config.shots for cell in memory.cells("channels", config.channels)]
+    return [
+        {"shots": shots, **cell}
+        for shots in config.shots
+        for cell in memory.cells("channels", config.channels)
+    ]
 
 
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Bytes at the peak."""
     channels, shots, size = int(cell["channels"] or 0), int(cell["shots"] or 0), config.image_size
     model = m.seeded(0, lambda: Conv4(ways=config.ways, channels=channels, image_size=size), device)
-    task = memory.random_task((1, size, size), ways=config.ways, shots=shots, queries=config.queries, device=device)
-    return [memory.measure_step(str(cell["method"]), model, task, steps=config.steps, device=device)]
+    task = memory.random_task(
+        (1, size, size), ways=config.ways, shots=shots, queries=config.queries, device=device
+    )
+    return [
+        memory.measure_step(str(cell["method"]), model, task, steps=config.steps, device=device)
+    ]
 
 
 def draw(result: Result[Config]) -> list[Drawing]:
@@ -56,13 +64,21 @@ def draw(result: Result[Config]) -> list[Drawing]:
 
 def table(result: Result[Config]) -> Table:
     """Every number of shots."""
-    tables = [(shots, memory.table(result, "channels", AT, shots=shots)) for shots in result.distinct("shots")]
+    tables = [
+        (shots, memory.table(result, "channels", AT, shots=shots))
+        for shots in result.distinct("shots")
+    ]
     head = tables[0][1].header
-    return Table((head[0], "shots", *head[1:]), [(row[0], shots, *row[1:]) for shots, one in tables for row in one.rows])
+    return Table(
+        (head[0], "shots", *head[1:]),
+        [(row[0], shots, *row[1:]) for shots, one in tables for row in one.rows],
+    )
 
 
 def judge(result: Result[Config]) -> Verdict:
-    """As in `metanudge_lab.experiments.memory`, and what happens where queries outnumber the shots."""
+    """As in `metanudge_lab.experiments.memory`, and what happens where queries outnumber the
+    shots.
+    """
     main, *others = result.config.shots
     verdict = memory.judge(result, "channels", AT, shots=main)
     reason = verdict.reason + "".join(f" {_beside(result, shots)}" for shots in others)
@@ -74,13 +90,15 @@ def _beside(result: Result[Config], shots: int) -> str:
     found = {}
     for rival in (m.FO_MAML, m.REPTILE):
         ratios = [
-            memory.memory(result, m.LOSS, shots=shots, channels=c) / memory.memory(result, rival, shots=shots, channels=c)
+            memory.memory(result, m.LOSS, shots=shots, channels=c)
+            / memory.memory(result, rival, shots=shots, channels=c)
             for c in result.config.channels
         ]
         found[rival] = f"{min(ratios):.2f} to {max(ratios):.2f}"
     return (
-        f"With {shots} shot{'s' if shots > 1 else ''} and {queries} queries a class FO-B-MAML needs {found[m.FO_MAML]} times FO-MAML's "
-        f"memory, but {found[m.REPTILE]} times Reptile's, which never looks at the queries."
+        f"With {shots} shot{'s' if shots > 1 else ''} and {queries} queries a class FO-B-MAML needs"
+        f" {found[m.FO_MAML]} times FO-MAML's memory, but {found[m.REPTILE]} times Reptile's, which"
+        " never looks at the queries."
     )
 
 
@@ -89,9 +107,9 @@ EXPERIMENT = Experiment(
     title="Memory against the channels of a convolutional network",
     where="Figure 3, left",
     claim=(
-        "FO-B-MAML's peak memory is nearly identical to that of standard first-order training as a ConvNet's channels grow from 16 to "
-        "256, whereas MAML's and iMAML's, which store activations of the inner loop or the graph of an implicit differentiation, "
-        "scale steeply."
+        "FO-B-MAML's peak memory is nearly identical to that of standard first-order training as a"
+        " ConvNet's channels grow from 16 to 256, whereas MAML's and iMAML's, which store"
+        " activations of the inner loop or the graph of an implicit differentiation, scale steeply."
     ),
     config=Config,
     cells=cells,
@@ -100,9 +118,10 @@ EXPERIMENT = Experiment(
     table=table,
     judge=judge,
     notes=(
-        f"We take “nearly identical” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. The paper does not say how many examples a "
-        "task has; in the comparison support and query set are equally large, since a method that never looks at queries could otherwise "
-        "not be compared with one that does; the table also has tasks with one shot. The network is Conv4 on 28 × 28 images. "
-        + memory.HOW
+        f"We take “nearly identical” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. The"
+        " paper does not say how many examples a task has; in the comparison support and query set"
+        " are equally large, since a method that never looks at queries could otherwise not be"
+        " compared with one that does; the table also has tasks with one shot. The network is"
+        " Conv4 on 28 × 28 images. " + memory.HOW
     ),
 )

@@ -1,4 +1,6 @@
-"""Appendix B: peak memory of a meta-step against the length of the sequences of a Transformer block."""
+"""Appendix B: peak memory of a meta-step against the length of the sequences of a Transformer
+block.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,24 @@ def cells(config: Config) -> list[Cell]:
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Bytes at the peak."""
     length = int(cell["length"] or 0)
-    options: dict[str, Any] = {"d_model": config.width, "heads": config.heads, "hidden": config.hidden}
-    model = m.seeded(0, lambda: TransformerBlock(ways=config.ways, length=length, **options), device)
-    task = memory.random_task((length, config.width), ways=config.ways, shots=config.shots, queries=config.queries, device=device)
-    return [memory.measure_step(str(cell["method"]), model, task, steps=config.steps, device=device)]
+    options: dict[str, Any] = {
+        "d_model": config.width,
+        "heads": config.heads,
+        "hidden": config.hidden,
+    }
+    model = m.seeded(
+        0, lambda: TransformerBlock(ways=config.ways, length=length, **options), device
+    )
+    task = memory.random_task(
+        (length, config.width),
+        ways=config.ways,
+        shots=config.shots,
+        queries=config.queries,
+        device=device,
+    )
+    return [
+        memory.measure_step(str(cell["method"]), model, task, steps=config.steps, device=device)
+    ]
 
 
 def draw(result: Result[Config]) -> list[Drawing]:
@@ -73,8 +89,9 @@ EXPERIMENT = Experiment(
     title="Memory against the length of sequences",
     where="Appendix B, figure of Transformer sequence length scaling",
     claim=(
-        "With a Transformer block of width 128 and sequences of 32 to 512, MAML's memory grows aggressively and iMAML's is consistently "
-        "higher than that of first-order methods, while FO-B-MAML tracks closely with Reptile and FO-MAML."
+        "With a Transformer block of width 128 and sequences of 32 to 512, MAML's memory grows"
+        " aggressively and iMAML's is consistently higher than that of first-order methods, while"
+        " FO-B-MAML tracks closely with Reptile and FO-MAML."
     ),
     config=Config,
     cells=cells,
@@ -83,10 +100,12 @@ EXPERIMENT = Experiment(
     table=table,
     judge=judge,
     notes=(
-        f"We take “tracks closely” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. The paper adds that FO-B-MAML “avoids the "
-        "quadratic growth”: no method that runs this model forward and backward does, since one pass holds its attention maps; what it "
-        "avoids is holding those of every inner step. A standard block with 8 heads and 512 hidden units as in the paper; the size of a "
-        "task is ours: support and query set of 25 sequences each. Attention is written out (no flash kernel) for all methods, since "
-        "second derivatives need it. " + memory.HOW
+        f"We take “tracks closely” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. The"
+        " paper adds that FO-B-MAML “avoids the quadratic growth”: no method that runs this model"
+        " forward and backward does, since one pass holds its attention maps; what it avoids is"
+        " holding those of every inner step. A standard block with 8 heads and 512 hidden units as"
+        " in the paper; the size of a task is ours: support and query set of 25 sequences each."
+        " Attention is written out (no flash kernel) for all methods, since second derivatives"
+        " need it. " + memory.HOW
     ),
 )

@@ -47,9 +47,17 @@ def cells(config: Config) -> list[Cell]:
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Bytes at the peak."""
     size = config.image_size
-    model = m.seeded(0, lambda: Conv4(ways=config.ways, channels=config.channels, image_size=size), device)
-    task = memory.random_task((1, size, size), ways=config.ways, shots=config.shots, queries=config.queries, device=device)
-    return [memory.measure_step(str(cell["method"]), model, task, steps=int(cell["steps"] or 0), device=device)]
+    model = m.seeded(
+        0, lambda: Conv4(ways=config.ways, channels=config.channels, image_size=size), device
+    )
+    task = memory.random_task(
+        (1, size, size), ways=config.ways, shots=config.shots, queries=config.queries, device=device
+    )
+    return [
+        memory.measure_step(
+            str(cell["method"]), model, task, steps=int(cell["steps"] or 0), device=device
+        )
+    ]
 
 
 def draw(result: Result[Config]) -> list[Drawing]:
@@ -78,23 +86,45 @@ def judge(result: Result[Config]) -> Verdict:
     steps = sorted(result.config.steps)
     growth = {method: _growth(result, method) for method in m.ESTIMATORS}
     flat = [method for method, found in growth.items() if abs(found - 1) <= memory.FLAT]
-    over = next((k for k in steps if memory.memory(result, m.MAML, steps=k) / memory.MB > result.config.budget), None)
+    over = next(
+        (
+            k
+            for k in steps
+            if memory.memory(result, m.MAML, steps=k) / memory.MB > result.config.budget
+        ),
+        None,
+    )
     first, last = (memory.memory(result, m.MAML, steps=k) for k in (steps[0], steps[-1]))
     per_step = memory.megabytes((last - first) / max(1, steps[-1] - steps[0]))
-    fits = f"and is above {result.config.budget:g} MB from K = {over} on" if over else f"and stays below {result.config.budget:g} MB"
+    fits = (
+        f"and is above {result.config.budget:g} MB from K = {over} on"
+        if over
+        else f"and stays below {result.config.budget:g} MB"
+    )
     measured = (
-        f"From K = {steps[0]} to {steps[-1]} FO-B-MAML goes from {_peak(result, m.LOSS, steps[0])} to "
-        f"{_peak(result, m.LOSS, steps[-1])} MB ({growth[m.LOSS] - 1:+.2%}), its gradient nudge {growth[m.GRADIENT] - 1:+.2%}; "
-        f"MAML from {_peak(result, m.MAML, steps[0])} to {_peak(result, m.MAML, steps[-1])} MB, {per_step} MB a step, "
-        f"{fits}."
+        f"From K = {steps[0]} to {steps[-1]} FO-B-MAML goes from {_peak(result, m.LOSS, steps[0])}"
+        f" to {_peak(result, m.LOSS, steps[-1])} MB ({growth[m.LOSS] - 1:+.2%}), its gradient nudge"
+        f" {growth[m.GRADIENT] - 1:+.2%}; MAML from {_peak(result, m.MAML, steps[0])} to"
+        f" {_peak(result, m.MAML, steps[-1])} MB, {per_step} MB a step, {fits}."
     )
     wanted = (m.LOSS, m.GRADIENT)
-    uneven = [f"{method} grows by {growth[method] - 1:.1%}" for method in wanted if method not in flat]
+    uneven = [
+        f"{method} grows by {growth[method] - 1:.1%}" for method in wanted if method not in flat
+    ]
     if m.MAML in flat:
         uneven.append("MAML's memory does not grow")
     if uneven:
-        return Verdict("partly" if m.LOSS in flat and m.MAML not in flat else "not", measured, f"{'; '.join(uneven)}.")
-    return Verdict("reproduced", measured, f"Flat (within {memory.FLAT:.0%}): {', '.join(flat)}; MAML grows {growth[m.MAML]:.1f}-fold.")
+        return Verdict(
+            "partly" if m.LOSS in flat and m.MAML not in flat else "not",
+            measured,
+            f"{'; '.join(uneven)}.",
+        )
+    return Verdict(
+        "reproduced",
+        measured,
+        f"Flat (within {memory.FLAT:.0%}): {', '.join(flat)}; MAML grows"
+        f" {growth[m.MAML]:.1f}-fold.",
+    )
 
 
 def _peak(result: Result[Config], method: str, steps: int) -> str:
@@ -111,9 +141,9 @@ EXPERIMENT = Experiment(
     title="Memory against the number of inner steps",
     where="Table 1 and § Discussion on Memory Efficiency",
     claim=(
-        "MAML's memory is that of the activations times the number of inner steps; FO-B-MAML's does not depend on it, since "
-        "activations are discarded and the two subproblems are solved one after the other. The paper states this and draws no figure "
-        "of it; here it is."
+        "MAML's memory is that of the activations times the number of inner steps; FO-B-MAML's does"
+        " not depend on it, since activations are discarded and the two subproblems are solved one"
+        " after the other. The paper states this and draws no figure of it; here it is."
     ),
     config=Config,
     cells=cells,
@@ -122,8 +152,8 @@ EXPERIMENT = Experiment(
     table=table,
     judge=judge,
     notes=(
-        f"Flat means within {memory.FLAT:.0%} between any two numbers of steps. The network is Conv4 on 28 × 28 images, support and "
-        "query set "
-        "of equal size. The budget is a line in the figure, not a limit of the machine. " + memory.HOW
+        f"Flat means within {memory.FLAT:.0%} between any two numbers of steps. The network is"
+        " Conv4 on 28 × 28 images, support and query set of equal size. The budget is a line in"
+        " the figure, not a limit of the machine. " + memory.HOW
     ),
 )

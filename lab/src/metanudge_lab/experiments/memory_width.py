@@ -48,9 +48,15 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Bytes at the peak."""
     width, length = int(cell["width"] or 0), config.length
     options: dict[str, Any] = {"heads": config.heads, "hidden": config.hidden, "length": length}
-    model = m.seeded(0, lambda: TransformerBlock(ways=config.ways, d_model=width, **options), device)
-    task = memory.random_task((length, width), ways=config.ways, shots=config.shots, queries=config.queries, device=device)
-    return [memory.measure_step(str(cell["method"]), model, task, steps=config.steps, device=device)]
+    model = m.seeded(
+        0, lambda: TransformerBlock(ways=config.ways, d_model=width, **options), device
+    )
+    task = memory.random_task(
+        (length, width), ways=config.ways, shots=config.shots, queries=config.queries, device=device
+    )
+    return [
+        memory.measure_step(str(cell["method"]), model, task, steps=config.steps, device=device)
+    ]
 
 
 def draw(result: Result[Config]) -> list[Drawing]:
@@ -73,8 +79,9 @@ EXPERIMENT = Experiment(
     title="Memory against the width of a Transformer",
     where="Figure 3, right",
     claim=(
-        "For a Transformer block with embeddings of up to 512 dimensions and sequences of 128, FO-B-MAML's memory stays nearly "
-        "identical to standard first-order training, while MAML's grows aggressively with the width."
+        "For a Transformer block with embeddings of up to 512 dimensions and sequences of 128,"
+        " FO-B-MAML's memory stays nearly identical to standard first-order training, while MAML's"
+        " grows aggressively with the width."
     ),
     config=Config,
     cells=cells,
@@ -83,9 +90,9 @@ EXPERIMENT = Experiment(
     table=table,
     judge=judge,
     notes=(
-        f"We take “nearly identical” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. A standard block with 8 heads and 512 "
-        "hidden units as in the paper; the size of a task is ours: support and query set of 25 sequences each. Attention is written "
-        "out (no flash "
-        "kernel) for all methods, since second derivatives need it. " + memory.HOW
+        f"We take “nearly identical” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. A"
+        " standard block with 8 heads and 512 hidden units as in the paper; the size of a task is"
+        " ours: support and query set of 25 sequences each. Attention is written out (no flash"
+        " kernel) for all methods, since second derivatives need it. " + memory.HOW
     ),
 )

@@ -1,4 +1,6 @@
-"""The meta-optimizers of the convergence experiment: runs on a meta-objective, and each one's best step size of a common grid."""
+"""The meta-optimizers of the convergence experiment: runs on a meta-objective, and each one's best
+step size of a common grid.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,40 @@ MEMORIES: dict[str, dict[str, Make]] = {
         "no momentum": lambda parameters, rate: optim.SNGDM(parameters, lr=rate, momentum=0.0),
     },
     ADAM: {
-        "β = (0.9, 0.9)": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.9)),
-        "β = (0.5, 0.5)": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate, betas=(0.5, 0.5)),
+        "β = (0.9, 0.9)": lambda parameters, rate: torch.optim.Adam(
+            parameters, lr=rate, betas=(0.9, 0.9)
+        ),
+        "β = (0.5, 0.5)": lambda parameters, rate: torch.optim.Adam(
+            parameters, lr=rate, betas=(0.5, 0.5)
+        ),
     },
 }
 """The optimizers whose averages remember past gradients, with shorter memories."""
-SCHEDULES = {"constant": None, "decaying": 1.0, "decaying in a third": 1 / 3, "decaying in a tenth": 1 / 10}
+SCHEDULES = {
+    "constant": None,
+    "decaying": 1.0,
+    "decaying in a third": 1 / 3,
+    "decaying in a tenth": 1 / 10,
+}
 """Name of a schedule → in which share of the steps the step size falls to 0, linearly."""
 FINER = tuple(10 ** (k / 12) for k in range(-4, 5) if k)
 """Factors to the best step size of the grid that are tried as well."""
 
 
-def run(objective: MetaObjective, make: Make, rate: float, *, steps: int, horizon: int | None, seed: int | None) -> list[float]:
-    """‖∇F(θ)‖ before each step and at the end, or until it overflows; with a seed each step sees one task drawn at random.
+def run(
+    objective: MetaObjective,
+    make: Make,
+    rate: float,
+    *,
+    steps: int,
+    horizon: int | None,
+    seed: int | None,
+) -> list[float]:
+    """‖∇F(θ)‖ before each step and at the end, or until it overflows; with a seed each step sees
+    one task drawn at random.
 
-    The step size falls linearly to 0 within `horizon` steps, after which θ stands still; None keeps it constant.
+    The step size falls linearly to 0 within `horizon` steps, after which θ stands still; None keeps
+    it constant.
     """
     theta = objective.start.clone().requires_grad_()
     optimizer = make([theta], rate)
@@ -62,15 +83,28 @@ def run(objective: MetaObjective, make: Make, rate: float, *, steps: int, horizo
             if step >= horizon:
                 return [*norms, *norms[-1:] * (steps - step)]
             optimizer.param_groups[0]["lr"] = rate * (1 - step / horizon)
-        task = None if generator is None else int(torch.randint(objective.tasks, (), generator=generator))
+        task = (
+            None
+            if generator is None
+            else int(torch.randint(objective.tasks, (), generator=generator))
+        )
         theta.grad = mean if task is None else gradients[task]
         optimizer.step()
     return norms
 
 
-def search(score: Callable[[float, str], tuple[float, ...]], rates: Sequence[float], schedules: Sequence[str]) -> tuple[float, ...]:
-    """The lowest score over the grid of step sizes and schedules, and then over finer step sizes around the best."""
-    scores = {(rate, schedule): score(rate, schedule) for rate, schedule in itertools.product(rates, schedules)}
+def search(
+    score: Callable[[float, str], tuple[float, ...]],
+    rates: Sequence[float],
+    schedules: Sequence[str],
+) -> tuple[float, ...]:
+    """The lowest score over the grid of step sizes and schedules, and then over finer step sizes
+    around the best.
+    """
+    scores = {
+        (rate, schedule): score(rate, schedule)
+        for rate, schedule in itertools.product(rates, schedules)
+    }
     rate, schedule = min(scores, key=lambda tried: scores[tried])
     return min(*scores.values(), *(score(rate * factor, schedule) for factor in FINER))
 
@@ -82,30 +116,61 @@ def horizon_of(schedule: str, steps: int) -> int | None:
 
 
 def tuned(
-    objective: MetaObjective, optimizer: str, *, rates: Sequence[float], steps: int, epsilon: float, sampled: int | None
+    objective: MetaObjective,
+    optimizer: str,
+    *,
+    rates: Sequence[float],
+    steps: int,
+    epsilon: float,
+    sampled: int | None,
 ) -> list[Row]:
-    """A row for each step size and schedule, and the curve of the best; `sampled` is the seed of sampled tasks, None for all tasks."""
+    """A row for each step size and schedule, and the curve of the best; `sampled` is the seed of
+    sampled tasks, None for all tasks.
+    """
     rows: list[Row] = []
     curves: dict[tuple[float, ...], list[float]] = {}
 
     def score(rate: float, schedule: str) -> tuple[float, ...]:
-        norms = run(objective, OPTIMIZERS[optimizer], rate, steps=steps, horizon=horizon_of(schedule, steps), seed=sampled)
+        norms = run(
+            objective,
+            OPTIMIZERS[optimizer],
+            rate,
+            steps=steps,
+            horizon=horizon_of(schedule, steps),
+            seed=sampled,
+        )
         reached, last = first_below(norms, epsilon), mean_of_last(norms, steps)
-        rows.append({"kind": "run", "rate": rate, "schedule": schedule, "reached": reached, "last": last})
-        found = (math.inf if reached is None or sampled is not None else reached, last if math.isfinite(last) else math.inf)
+        rows.append(
+            {"kind": "run", "rate": rate, "schedule": schedule, "reached": reached, "last": last}
+        )
+        found = (
+            math.inf if reached is None or sampled is not None else reached,
+            last if math.isfinite(last) else math.inf,
+        )
         curves.setdefault(found, norms)
         return found
 
     norms = curves[search(score, rates, tuple(SCHEDULES))]
     kept = [0, *drawn(steps)]
-    return [*rows, *({"kind": "curve", "step": k, "norm": float(f"{norms[k]:.5g}")} for k in kept if k < len(norms))]
+    return [
+        *rows,
+        *(
+            {"kind": "curve", "step": k, "norm": float(f"{norms[k]:.5g}")}
+            for k in kept
+            if k < len(norms)
+        ),
+    ]
 
 
-def fastest(objective: MetaObjective, make: Make, *, rates: Sequence[float], steps: int, epsilon: float) -> int | None:
+def fastest(
+    objective: MetaObjective, make: Make, *, rates: Sequence[float], steps: int, epsilon: float
+) -> int | None:
     """The fewest steps to ε, all tasks every step; None where no run arrives."""
 
     def score(rate: float, schedule: str) -> tuple[float, ...]:
-        norms = run(objective, make, rate, steps=steps, horizon=horizon_of(schedule, steps), seed=None)
+        norms = run(
+            objective, make, rate, steps=steps, horizon=horizon_of(schedule, steps), seed=None
+        )
         reached, last = first_below(norms, epsilon), mean_of_last(norms, steps)
         return (math.inf if reached is None else reached, last if math.isfinite(last) else math.inf)
 
@@ -113,11 +178,18 @@ def fastest(objective: MetaObjective, make: Make, *, rates: Sequence[float], ste
     return int(reached) if math.isfinite(reached) else None
 
 
-def lowest_end(objective: MetaObjective, make: Make, *, rates: Sequence[float], steps: int, seed: int) -> float:
-    """The lowest ‖∇F‖ at the end, one task a step, step sizes that decay to the end; infinite where every run overflows."""
+def lowest_end(
+    objective: MetaObjective, make: Make, *, rates: Sequence[float], steps: int, seed: int
+) -> float:
+    """The lowest ‖∇F‖ at the end, one task a step, step sizes that decay to the end; infinite where
+    every run overflows.
+    """
 
     def score(rate: float, schedule: str) -> tuple[float, ...]:
-        end = mean_of_last(run(objective, make, rate, steps=steps, horizon=horizon_of(schedule, steps), seed=seed), steps)
+        end = mean_of_last(
+            run(objective, make, rate, steps=steps, horizon=horizon_of(schedule, steps), seed=seed),
+            steps,
+        )
         return (end if math.isfinite(end) else math.inf,)
 
     return search(score, rates, ("decaying",))[0]
@@ -159,18 +231,31 @@ class Best:
 
 
 def best(result: Result[Any], problem: str, optimizer: str, *, sampled: bool) -> Best | None:
-    """Of the same grid and the same schedules for everyone: fewest steps to ε; where tasks are sampled, the lowest ‖∇F‖ at the end."""
+    """Of the same grid and the same schedules for everyone: fewest steps to ε; where tasks are
+    sampled, the lowest ‖∇F‖ at the end.
+    """
     chosen = []
     rates = result.config.rates
     for seed in result.distinct("seed"):
         rows = result.rows(problem=problem, what=optimizer, sampled=sampled, seed=seed, kind="run")
         if rows:
-            row = min(rows, key=lambda row: (_number(row["reached"]) if not sampled else math.inf, _number(row["last"])))
+            row = min(
+                rows,
+                key=lambda row: (
+                    _number(row["reached"]) if not sampled else math.inf,
+                    _number(row["last"]),
+                ),
+            )
             chosen.append(row)
     if not chosen:
         return None
-    reached, last, rate = (Spread.of([_number(row[key]) for row in chosen]).median for key in ("reached", "last", "rate"))
-    return Best(reached, last, rate, edge=any(not rates[0] < row["rate"] < rates[-1] for row in chosen))
+    reached, last, rate = (
+        Spread.of([_number(row[key]) for row in chosen]).median
+        for key in ("reached", "last", "rate")
+    )
+    return Best(
+        reached, last, rate, edge=any(not rates[0] < row["rate"] < rates[-1] for row in chosen)
+    )
 
 
 def _number(value: float | None) -> float:

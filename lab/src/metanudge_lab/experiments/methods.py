@@ -1,4 +1,6 @@
-"""The methods that are compared on networks, with the paper's constants, and models and tasks made from a seed alone."""
+"""The methods that are compared on networks, with the paper's constants, and models and tasks made
+from a seed alone.
+"""
 
 from __future__ import annotations
 

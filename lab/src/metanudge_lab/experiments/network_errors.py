@@ -1,4 +1,6 @@
-"""How far an estimate is from the two exact meta-gradients of a network: the implicit one, and that of the K-step adaptation."""
+"""How far an estimate is from the two exact meta-gradients of a network: the implicit one, and that
+of the K-step adaptation.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ TARGETS = {"implicit": "implicit gradient", "steps": "gradient of the K steps"}
 
 
 class Exact:
-    """Both exact meta-gradients at a model's weights, in float64 and with the stable inner learning rate 1/(L̂ + λ).
+    """Both exact meta-gradients at a model's weights, in float64 and with the stable inner learning
+    rate 1/(L̂ + λ).
 
     Args:
         model: its weights are θ; it stays as it is.
@@ -34,26 +37,44 @@ class Exact:
     def __init__(self, model: nn.Module, tasks: TaskBatch, *, steps: int, reach: int) -> None:
         self.tasks, self.steps = tasks.to(torch.float64), steps
         double = copy.deepcopy(model).double()
-        self.learner = mn.MetaLearner(double, nn.functional.cross_entropy, lam=m.LAM, engine="stacked", compile=False)
+        self.learner = mn.MetaLearner(
+            double, nn.functional.cross_entropy, lam=m.LAM, engine="stacked", compile=False
+        )
         self.rate = 1 / (curvature(self.learner, self.tasks) + m.LAM)
         self.implicit, stats = self._gradient(mn.IMAML(cg_steps=300, tol=1e-10), reach)
         self.residual = stats.residual / stats.residual_start
         self.adaptation, _ = self._gradient(mn.MAML(), steps)
 
     def compare(self, estimator: Estimator) -> Row:
-        """Relative error and cosine against both, and the ν that was used; None where the estimate is not finite."""
-        row: Row = {"rate": self.rate, "residual": self.residual, "agreement": _cosine(self.implicit, self.adaptation)}
+        """Relative error and cosine against both, and the ν that was used; None where the estimate
+        is not finite.
+        """
+        row: Row = {
+            "rate": self.rate,
+            "residual": self.residual,
+            "agreement": _cosine(self.implicit, self.adaptation),
+        }
         try:
             estimate, stats = self._gradient(estimator, self.steps)
         except mn.NonFiniteError:
-            return row | {"nu_used": None} | dict.fromkeys(f"{kind}_{key}" for kind in ("error", "cosine") for key in TARGETS)
+            return (
+                row
+                | {"nu_used": None}
+                | dict.fromkeys(f"{kind}_{key}" for kind in ("error", "cosine") for key in TARGETS)
+            )
         row["nu_used"] = stats.nu
         for key, truth in (("implicit", self.implicit), ("steps", self.adaptation)):
-            row |= {f"error_{key}": float((estimate - truth).norm() / truth.norm()), f"cosine_{key}": _cosine(estimate, truth)}
+            row |= {
+                f"error_{key}": float((estimate - truth).norm() / truth.norm()),
+                f"cosine_{key}": _cosine(estimate, truth),
+            }
         return row
 
     def _gradient(self, estimator: Estimator, steps: int) -> tuple[Tensor, mn.Stats]:
-        self.learner.estimator, self.learner.solver = estimator, mn.GradientDescent(lr=self.rate, steps=steps)
+        self.learner.estimator, self.learner.solver = (
+            estimator,
+            mn.GradientDescent(lr=self.rate, steps=steps),
+        )
         found, stats = self.learner.meta_gradient(self.tasks, metrics=False)
         return vector(found), stats
 
@@ -63,13 +84,18 @@ def _cosine(one: Tensor, other: Tensor) -> float:
 
 
 def curvature(learner: mn.MetaLearner, tasks: TaskBatch) -> float:
-    """The largest curvature of the tasks' support losses at θ, in absolute value, by Lanczos' method."""
+    """The largest curvature of the tasks' support losses at θ, in absolute value, by Lanczos'
+    method.
+    """
     largest = 0.0
     with InplaceEngine().session(learner.problem(), tasks, width=1, seed=0, cost=Cost()) as groups:
         for inner in groups:
             zero = inner.zeros(1)
             generator = torch.Generator().manual_seed(0)
-            start = {n: torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device) for n, leaf in zero.items()}
+            start = {
+                n: torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+                for n, leaf in zero.items()
+            }
 
             def product(v: Params, inner: Any = inner, zero: Params = zero) -> Params:
                 hv: Params = inner.data_hvp(zero, v, None, 0, None)[2]

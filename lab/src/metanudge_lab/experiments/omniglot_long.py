@@ -1,4 +1,6 @@
-"""Omniglot trained longer: all methods with the same steps and seeds, adapting with fewer and more steps than in training."""
+"""Omniglot trained longer: all methods with the same steps and seeds, adapting with fewer and more
+steps than in training.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,24 @@ from metanudge.training.precision import computing_in
 from metanudge_lab import style
 from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Shown, Table, Verdict
+from metanudge_lab.experiments.base import (
+    Cell,
+    Drawing,
+    Experiment,
+    Result,
+    Row,
+    Shown,
+    Table,
+    Verdict,
+)
 from metanudge_lab.experiments.omniglot import PUBLISHED, SHIFTED
-from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, Sizes, make_recipe, make_trial, watched
+from metanudge_lab.experiments.omniglot_runs import (
+    FIVE_WAY,
+    Sizes,
+    make_recipe,
+    make_trial,
+    watched,
+)
 from metanudge_lab.experiments.spread import Mean, paired, sentence
 
 AUTOMATIC = "FO-B-MAML, automatic ν"
@@ -29,8 +46,11 @@ ESTIMATORS: dict[str, Estimator] = {
     m.MAML: m.ESTIMATORS[m.MAML],
     m.DAMPED: m.DAMPED_IMAML,
 }
-# Setting, methods, meta-steps, seeds. Not part of the config: more may be added without measuring anew what there is.
-PLAN: tuple[tuple[str, tuple[str, ...], int, int], ...] = ((FIVE_WAY[0], tuple(ESTIMATORS), 12000, 3),)
+# Setting, methods, meta-steps, seeds. Not part of the config: more may be added without measuring
+# anew what there is.
+PLAN: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
+    (FIVE_WAY[0], tuple(ESTIMATORS), 12000, 3),
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +74,22 @@ class Config(Sizes):
     @classmethod
     def quick(cls) -> Config:
         """A minute or two; a narrow network, one seed, one pair of learning rates."""
-        few: dict[str, Any] = {"seeds": 1, "tasks": 4, "queries": 5, "channels": 16, "watch_tasks": 50, "test_tasks": 100}
-        return cls(shorten=400, inner_rates=(0.1,), meta_rates=(1e-2,), adapt_steps=(1, 5, 16), glyphs=True, **few)
+        few: dict[str, Any] = {
+            "seeds": 1,
+            "tasks": 4,
+            "queries": 5,
+            "channels": 16,
+            "watch_tasks": 50,
+            "test_tasks": 100,
+        }
+        return cls(
+            shorten=400,
+            inner_rates=(0.1,),
+            meta_rates=(1e-2,),
+            adapt_steps=(1, 5, 16),
+            glyphs=True,
+            **few,
+        )
 
     @classmethod
     def full(cls) -> Config:
@@ -65,10 +99,20 @@ class Config(Sizes):
 
 def cells(config: Config) -> list[Cell]:
     """The search for learning rates of each setting and method, then the training runs."""
-    pairs = dict.fromkeys((setting, method) for setting, methods, _, _ in PLAN for method in methods)
-    searches: list[Cell] = [{"part": "rates", "setting": setting, "method": method} for setting, method in pairs]
+    pairs = dict.fromkeys(
+        (setting, method) for setting, methods, _, _ in PLAN for method in methods
+    )
+    searches: list[Cell] = [
+        {"part": "rates", "setting": setting, "method": method} for setting, method in pairs
+    ]
     runs: list[Cell] = [
-        {"part": "training", "setting": setting, "method": method, "iterations": max(1, iterations // config.shorten), "seed": seed}
+        {
+            "part": "training",
+            "setting": setting,
+            "method": method,
+            "iterations": max(1, iterations // config.shorten),
+            "seed": seed,
+        }
         for setting, methods, iterations, seeds in PLAN
         for method in methods
         for seed in range(min(seeds, config.seeds))
@@ -83,7 +127,9 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     with computing_in("tf32", device):
         if cell["part"] == "rates":
             return _search(setting, method, config, device)
-        return _training(setting, method, int(cell["iterations"] or 0), int(cell["seed"] or 0), config, device)
+        return _training(
+            setting, method, int(cell["iterations"] or 0), int(cell["seed"] or 0), config, device
+        )
 
 
 _known: dict[tuple[str, str, Config], fewshot.Recipe] = {}
@@ -101,16 +147,26 @@ def _search(setting: str, method: str, config: Config, device: torch.device) -> 
     trial, _ = make_trial(setting, ESTIMATORS[method], config, seed=1000, device=device)
     grid = itertools.product(config.inner_rates, config.meta_rates)
     recipes = [make_recipe(setting, inner, rate, config.tuning[-1], config) for inner, rate in grid]
-    best, tried, scores = fewshot.best_recipe(trial, recipes, config.tuning, keep=config.tuning_keep, tasks=config.val_tasks)
+    best, tried, scores = fewshot.best_recipe(
+        trial, recipes, config.tuning, keep=config.tuning_keep, tasks=config.val_tasks
+    )
     _known[setting, method, config] = best
     rows: list[Row] = [
-        {"kind": "tried", "inner": one.inner, "rate": one.rate, "iteration": one.iterations, "accuracy": score}
+        {
+            "kind": "tried",
+            "inner": one.inner,
+            "rate": one.rate,
+            "iteration": one.iterations,
+            "accuracy": score,
+        }
         for one, score in zip(tried, scores, strict=True)
     ]
     return [*rows, {"kind": "chosen", "inner": best.inner, "rate": best.rate}]
 
 
-def _training(setting: str, method: str, last: int, seed: int, config: Config, device: torch.device) -> list[Row]:
+def _training(
+    setting: str, method: str, last: int, seed: int, config: Config, device: torch.device
+) -> list[Row]:
     if (setting, method, config) not in _known:
         _search(setting, method, config, device)
     best = _known[setting, method, config]
@@ -124,14 +180,36 @@ def _training(setting: str, method: str, last: int, seed: int, config: Config, d
         now = time.perf_counter()
         found = fewshot.accuracies(learner, trial.source, "test", config.watch_tasks)
         seconds = now - begin - testing
-        rows.append({"kind": "curve", "iteration": iteration, "seconds": seconds, "tasks": len(found), **about, **fewshot.summary(found)})
+        rows.append(
+            {
+                "kind": "curve",
+                "iteration": iteration,
+                "seconds": seconds,
+                "tasks": len(found),
+                **about,
+                **fewshot.summary(found),
+            }
+        )
         if iteration == last:
             spent = learner.meta_gradient(trial.source.batch(range(best.tasks)), metrics=False)[1]
-            cost = {name: getattr(spent, name) for name in ("support_gradients", "query_gradients", "hessian_products")}
+            cost = {
+                name: getattr(spent, name)
+                for name in ("support_gradients", "query_gradients", "hessian_products")
+            }
             rows.append({"kind": "cost", **cost})
             for split, steps in (("val", m.STEPS), *(("test", k) for k in config.adapt_steps)):
-                tested = fewshot.accuracies(learner, trial.source, split, config.test_tasks, steps=steps)  # type: ignore[arg-type]
-                rows.append({"kind": split, "steps": steps, "tasks": len(tested), **about, **fewshot.summary(tested)})
+                tested = fewshot.accuracies(
+                    learner, trial.source, split, config.test_tasks, steps=steps
+                )  # type: ignore[arg-type]
+                rows.append(
+                    {
+                        "kind": split,
+                        "steps": steps,
+                        "tasks": len(tested),
+                        **about,
+                        **fewshot.summary(tested),
+                    }
+                )
         testing += time.perf_counter() - now
 
     recipe = make_recipe(setting, best.inner, best.rate, last, config)
@@ -140,20 +218,34 @@ def _training(setting: str, method: str, last: int, seed: int, config: Config, d
     return rows
 
 
-def _accuracies(result: Result[Config], setting: str, method: str, iterations: int, steps: int) -> list[float]:
+def _accuracies(
+    result: Result[Config], setting: str, method: str, iterations: int, steps: int
+) -> list[float]:
     """At the end, in percent, seed by seed; none where a run diverged."""
-    where = {"kind": "test", "setting": setting, "method": method, "iterations": iterations, "steps": steps}
+    where = {
+        "kind": "test",
+        "setting": setting,
+        "method": method,
+        "iterations": iterations,
+        "steps": steps,
+    }
     return [100 * value for value in result.values("accuracy", **where)]
 
 
 def _runs(result: Result[Config]) -> list[tuple[str, str, int]]:
     """Setting, method and meta-steps of what has been trained."""
     rows = result.rows(part="training")
-    return list(dict.fromkeys((str(row["setting"]), str(row["method"]), int(row["iterations"])) for row in rows))
+    return list(
+        dict.fromkeys(
+            (str(row["setting"]), str(row["method"]), int(row["iterations"])) for row in rows
+        )
+    )
 
 
 def draw(result: Result[Config]) -> list[Drawing]:
-    """The search for inner rates; errors against meta-steps, and against the number of steps that trained learners adapt with."""
+    """The search for inner rates; errors against meta-steps, and against the number of steps that
+    trained learners adapt with.
+    """
     runs = _runs(result)
     if not runs:
         return [_draw_rates(result)]
@@ -161,46 +253,78 @@ def draw(result: Result[Config]) -> list[Drawing]:
     for setting, method, iterations in runs:
         look = _look(method, setting)
         where = {"setting": setting, "method": method, "iterations": iterations}
-        curve = [(k, result.values("accuracy", kind="curve", iteration=k, **where)) for k in watched(iterations)]
+        curve = [
+            (k, result.values("accuracy", kind="curve", iteration=k, **where))
+            for k in watched(iterations)
+        ]
         at = [(k, 100 - 100 * sum(found) / len(found)) for k, found in curve if found]
         axes[0].plot([k for k, _ in at], [error for _, error in at], **look)
-        ends = [(k, _accuracies(result, setting, method, iterations, k)) for k in result.config.adapt_steps]
+        ends = [
+            (k, _accuracies(result, setting, method, iterations, k))
+            for k in result.config.adapt_steps
+        ]
         ends = [(k, found) for k, found in ends if found]
-        axes[1].plot([k for k, _ in ends], [100 - sum(found) / len(found) for _, found in ends], **look)
+        axes[1].plot(
+            [k for k, _ in ends], [100 - sum(found) / len(found) for _, found in ends], **look
+        )
     axes[0].set(xscale="log", yscale="log", xlabel="meta-steps", ylabel="errors on test tasks, %")
     axes[1].set(xscale="log", yscale="log", xlabel=f"steps of adaptation (trained with {m.STEPS})")
     style.legend(axes[1])
-    alt = "Errors on Omniglot test tasks against meta-steps, and against the number of steps of adaptation."
+    alt = (
+        "Errors on Omniglot test tasks against meta-steps, and against the number of steps of"
+        " adaptation."
+    )
     return [Drawing(figure, alt=f"{alt} {_measured(result)}"), _draw_rates(result)]
 
 
 def _draw_rates(result: Result[Config]) -> Drawing:
-    """Validation accuracy after the first round of the search against the inner rate, with the best meta-rate for each."""
+    """Validation accuracy after the first round of the search against the inner rate, with the best
+    meta-rate for each.
+    """
     figure, axes = style.figure(1, width=9.0, height=3.8)
     texts = []
     for row in result.rows(kind="chosen"):
-        tried = result.rows(kind="tried", setting=row["setting"], method=row["method"], iteration=result.config.tuning[0])
+        tried = result.rows(
+            kind="tried",
+            setting=row["setting"],
+            method=row["method"],
+            iteration=result.config.tuning[0],
+        )
         rates = sorted({one["inner"] for one in tried})
         best = [max(one["accuracy"] for one in tried if one["inner"] == rate) for rate in rates]
-        axes.plot(rates, [100 * value for value in best], **_look(str(row["method"]), str(row["setting"])))
+        axes.plot(
+            rates, [100 * value for value in best], **_look(str(row["method"]), str(row["setting"]))
+        )
         texts.append(f"{row['method']}, {row['setting']}: {row['inner']:g}")
     axes.set_xscale("log")
     axes.set_xticks(result.config.inner_rates, [f"{rate:g}" for rate in result.config.inner_rates])
     axes.minorticks_off()
-    axes.set(xlabel="inner learning rate", ylabel=f"validation accuracy after {result.config.tuning[0]} meta-steps, %")
+    axes.set(
+        xlabel="inner learning rate",
+        ylabel=f"validation accuracy after {result.config.tuning[0]} meta-steps, %",
+    )
     if texts:
         style.legend(axes)
-    alt = "Validation accuracy against the inner learning rate, short runs. Chosen after longer ones: "
+    alt = (
+        "Validation accuracy against the inner learning rate, short runs. Chosen after longer"
+        " ones: "
+    )
     return Drawing(figure, alt=f"{alt}{'; '.join(texts)}.", suffix="rates")
 
 
 def _look(method: str, setting: str) -> dict[str, Any]:
     dotted = {"linestyle": (0, (1, 1)), "fillstyle": "none"} if method == AUTOMATIC else {}
-    return style.line(method) | dotted | {"label": method if setting == FIVE_WAY[0] else f"{method}, {setting}"}
+    return (
+        style.line(method)
+        | dotted
+        | {"label": method if setting == FIVE_WAY[0] else f"{method}, {setting}"}
+    )
 
 
 def table(result: Result[Config]) -> Table:
-    """Accuracy at the end, with the steps of training and with others, and what a meta-step costs."""
+    """Accuracy at the end, with the steps of training and with others, and what a meta-step
+    costs.
+    """
     steps = result.config.adapt_steps
     rows = []
     for setting, method, iterations in _runs(result):
@@ -215,12 +339,22 @@ def table(result: Result[Config]) -> Table:
         seeds = len(result.rows(kind="val", **where))
         rates = f"{used['inner']:g}, {used['rate']:g}"
         rows.append((setting, method, iterations, seeds, rates, gradients, minutes, *shown))
-    header = ("setting", "method", "meta-steps", "seeds", "inner, meta-rate", "gradients a task", "minutes")
+    header = (
+        "setting",
+        "method",
+        "meta-steps",
+        "seeds",
+        "inner, meta-rate",
+        "gradients a task",
+        "minutes",
+    )
     return Table((*header, *(f"K = {k}, %" for k in steps)), rows)
 
 
 def judge(result: Result[Config]) -> Verdict:
-    """Whether FO-B-MAML, trained longer, reaches what is published and is not behind any baseline."""
+    """Whether FO-B-MAML, trained longer, reaches what is published and is not behind any
+    baseline.
+    """
     statements = []
     for setting, methods, iterations, _ in PLAN:
         length = max(1, iterations // result.config.shorten)
@@ -229,13 +363,22 @@ def judge(result: Result[Config]) -> Verdict:
             continue
         published, ci = PUBLISHED[m.LOSS].get(setting, (0.0, 0.0))
         good = sum(ours) / len(ours) >= published - ci
-        statements.append((good, f"{setting}: {published:g} ± {ci:g} % is reached", f"{setting}: {published:g} ± {ci:g} % is missed"))
+        statements.append(
+            (
+                good,
+                f"{setting}: {published:g} ± {ci:g} % is reached",
+                f"{setting}: {published:g} ± {ci:g} % is missed",
+            )
+        )
         for method in (m.FO_MAML, m.MAML, m.DAMPED):
             theirs = _accuracies(result, setting, method, length, m.STEPS)
             if len(theirs) == len(ours):
                 ahead = paired(theirs, ours)
                 fine = not ahead.mean - (0.0 if len(ours) == 1 else ahead.ci95) > 0
-                words = f"{method} {{}} ahead ({ahead.mean:+.2f} ± {ahead.ci95:.2f} points, paired by seed)"
+                words = (
+                    f"{method} {{}} ahead ({ahead.mean:+.2f} ± {ahead.ci95:.2f} points, paired by"
+                    " seed)"
+                )
                 statements.append((fine, words.format("is not"), words.format("is")))
     return Verdict.of(statements, _measured(result))
 
@@ -243,8 +386,13 @@ def judge(result: Result[Config]) -> Verdict:
 def _measured(result: Result[Config]) -> str:
     texts = []
     for setting, method, iterations in _runs(result):
-        found = {k: _accuracies(result, setting, method, iterations, k) for k in (m.STEPS, max(result.config.adapt_steps))}
-        each = ", ".join(f"{Mean.of(values).text(2)} with {k} steps" for k, values in found.items() if values)
+        found = {
+            k: _accuracies(result, setting, method, iterations, k)
+            for k in (m.STEPS, max(result.config.adapt_steps))
+        }
+        each = ", ".join(
+            f"{Mean.of(values).text(2)} with {k} steps" for k, values in found.items() if values
+        )
         texts.append(f"{method}, {setting}, {iterations} meta-steps: {each or 'diverged'}")
     return sentence(*texts) if texts else ""
 
@@ -253,7 +401,9 @@ EXPERIMENT = Experiment(
     name="omniglot-long",
     title="Omniglot, trained longer",
     where="Table 2",
-    claim="Longer training would bring more; FO-B-MAML matches or exceeds the second-order methods.",
+    claim=(
+        "Longer training would bring more; FO-B-MAML matches or exceeds the second-order methods."
+    ),
     config=Config,
     cells=cells,
     measure=measure,
@@ -262,10 +412,11 @@ EXPERIMENT = Experiment(
     judge=judge,
     remember=remember,
     notes=(
-        "As the experiment before, with a wider grid of learning rates, chosen on validation tasks by every method for itself, and the "
-        "same meta-steps and seeds for all. ± is a 95 % confidence interval over the seeds (Student's t); differences are paired by "
-        "seed, which fixes initial weights, training tasks and test tasks. Gradients a task are support and query gradients of one "
-        "meta-step; second-order methods take Hessian products besides. The automatic ν looks at a few tasks again every 50 meta- "
-        "steps, which is not counted there."
+        "As the experiment before, with a wider grid of learning rates, chosen on validation tasks"
+        " by every method for itself, and the same meta-steps and seeds for all. ± is a 95 %"
+        " confidence interval over the seeds (Student's t); differences are paired by seed, which"
+        " fixes initial weights, training tasks and test tasks. Gradients a task are support and"
+        " query gradients of one meta-step; second-order methods take Hessian products besides. The"
+        " automatic ν looks at a few tasks again every 50 meta- steps, which is not counted there."
     ),
 )

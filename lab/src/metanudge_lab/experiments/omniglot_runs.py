@@ -25,7 +25,9 @@ def watched(iterations: int) -> list[int]:
         >>> watched(2000)
         [125, 250, 500, 1000, 1500, 2000]
     """
-    return sorted({max(1, round(iterations * share)) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)})
+    return sorted(
+        {max(1, round(iterations * share)) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)}
+    )
 
 
 @dataclass(frozen=True)
@@ -51,25 +53,46 @@ class Sizes:
     glyphs: bool = False
 
 
-def make_recipe(setting: str, inner: float, rate: float, iterations: int, sizes: Sizes) -> fewshot.Recipe:
+def make_recipe(
+    setting: str, inner: float, rate: float, iterations: int, sizes: Sizes
+) -> fewshot.Recipe:
     """Training with these learning rates."""
     tasks = sizes.many_way_tasks if setting in TWENTY_WAY else sizes.tasks
     return fewshot.Recipe(inner, rate, iterations, tasks, cosine=True)
 
 
-def make_trial(setting: str, estimator: Estimator, sizes: Sizes, *, seed: int, device: torch.device) -> tuple[fewshot.Trial, str]:
+def make_trial(
+    setting: str, estimator: Estimator, sizes: Sizes, *, seed: int, device: torch.device
+) -> tuple[fewshot.Trial, str]:
     """What is trained in a setting such as "5-way 1-shot", and the name of its data."""
     ways, shots = map(int, re.findall(r"\d+", setting))
-    source, name = tasks_of(ways, shots, sizes.queries, glyphs=sizes.glyphs, seed=seed, device=device)
+    source, name = tasks_of(
+        ways, shots, sizes.queries, glyphs=sizes.glyphs, seed=seed, device=device
+    )
     model = m.seeded(seed, lambda: Conv4(ways=ways, channels=sizes.channels), device)
     return fewshot.Trial(model, estimator, source), name
 
 
-def tasks_of(ways: int, shots: int, queries: int, *, glyphs: bool, seed: int, device: torch.device) -> tuple[Episodes, str]:
-    """Omniglot from a folder or the cache, or invented characters where they are allowed in its place."""
+def tasks_of(
+    ways: int, shots: int, queries: int, *, glyphs: bool, seed: int, device: torch.device
+) -> tuple[Episodes, str]:
+    """Omniglot from a folder or the cache, or invented characters where they are allowed in its
+    place.
+    """
     try:
-        return Omniglot(ways, shots, queries, seed=seed, split_by="random", download=False, device=device), "Omniglot"
+        return (
+            Omniglot(
+                ways, shots, queries, seed=seed, split_by="random", download=False, device=device
+            ),
+            "Omniglot",
+        )
     except FileNotFoundError as error:
         if glyphs:
-            return glyph_tasks(ways, shots, queries, seed=seed, device=device), "invented characters"
-        raise UserError(f"{error} `metanudge data omniglot` fetches it; METANUDGE_DATA names a folder that has it.") from error
+            return (
+                glyph_tasks(ways, shots, queries, seed=seed, device=device),
+                "invented characters",
+            )
+        raise UserError(
+            f"{error} `metanudge data omniglot` fetches it; METANUDGE_DATA names a folder that"
+            " has it."
+        ) from error

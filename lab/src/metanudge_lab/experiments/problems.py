@@ -1,4 +1,6 @@
-"""A network with and without kinks, and what the inner problems look like around θ or a solution."""
+"""A network with and without kinks, and what the inner problems look like around θ or a
+solution.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,18 @@ from metanudge.task import TaskBatch
 from metanudge.testing.problems import Setup, classification_tasks, seeded
 
 
-def small_conv_net(*, smooth: bool, channels: int = 4, tasks: int = 3, support: int = 15, query: int = 30, seed: int = 0) -> Setup:
-    """Two convolutions on 8 × 8 images: with softplus and average pooling, or with ReLU and max-pooling, and else the same."""
+def small_conv_net(
+    *,
+    smooth: bool,
+    channels: int = 4,
+    tasks: int = 3,
+    support: int = 15,
+    query: int = 30,
+    seed: int = 0,
+) -> Setup:
+    """Two convolutions on 8 × 8 images: with softplus and average pooling, or with ReLU and
+    max-pooling, and else the same.
+    """
 
     def build() -> nn.Module:
         activation, pooling = (nn.Softplus, nn.AvgPool2d) if smooth else (nn.ReLU, nn.MaxPool2d)
@@ -33,7 +45,11 @@ def small_conv_net(*, smooth: bool, channels: int = 4, tasks: int = 3, support: 
             nn.Linear(4 * channels, 3),
         )
 
-    return Setup(seeded(seed, build), F.cross_entropy, classification_tasks((1, 8, 8), 3, tasks, support, query, seed))
+    return Setup(
+        seeded(seed, build),
+        F.cross_entropy,
+        classification_tasks((1, 8, 8), 3, tasks, support, query, seed),
+    )
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,8 @@ class Landscape:
         distance: ‖φ − θ‖, `(tasks,)`.
         residual: ‖∇g‖, `(tasks,)`.
         steps: taken by the solver, `(tasks,)`.
-        eigenvalues: of the support loss's Hessian, ascending, `(tasks, n)`; those of the inner problem are larger by λ.
+        eigenvalues: of the support loss's Hessian, ascending, `(tasks, n)`; those of the inner
+            problem are larger by λ.
     """
 
     distance: Tensor

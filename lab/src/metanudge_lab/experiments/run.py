@@ -13,7 +13,15 @@ from metanudge.names import near
 from metanudge.training.device import device_called
 from metanudge.training.errors import UserError
 from metanudge_lab.experiments import available, store
-from metanudge_lab.experiments.base import Cell, Experiment, Measured, Mode, Result, json_safe, label
+from metanudge_lab.experiments.base import (
+    Cell,
+    Experiment,
+    Measured,
+    Mode,
+    Result,
+    json_safe,
+    label,
+)
 from metanudge_lab.progress import Lines, Progress
 from metanudge_lab.provenance import provenance, same_machine
 
@@ -27,7 +35,8 @@ class Options:
         folder: where results go (see `metanudge_lab.experiments.store`).
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:1".
         limit_seconds: start no cell that would probably end later than this after the start.
-        pattern: measure only cells whose label contains or matches it, such as "method=MAML*" or "seed=0".
+        pattern: measure only cells whose label contains or matches it, such as "method=MAML*" or
+            "seed=0".
         restart: forget what was measured before, instead of going on from it.
     """
 
@@ -39,7 +48,13 @@ class Options:
     restart: bool = False
 
 
-def run(experiment: Experiment[Any], options: Options, *, progress: Progress | None = None, config: Any = None) -> Result[Any]:
+def run(
+    experiment: Experiment[Any],
+    options: Options,
+    *,
+    progress: Progress | None = None,
+    config: Any = None,
+) -> Result[Any]:
     """Measure the cells that are missing, save after each, and give what there is then.
 
     Args:
@@ -52,12 +67,20 @@ def run(experiment: Experiment[Any], options: Options, *, progress: Progress | N
     started = time.monotonic()
     device = device_called(options.device)
     file = store.result_file(options.folder, experiment.name, options.mode)
-    result = _former(experiment, file, options, config if config is not None else experiment.configuration(options.mode))
+    result = _former(
+        experiment,
+        file,
+        options,
+        config if config is not None else experiment.configuration(options.mode),
+    )
     wanted = [cell for cell in result.missing if matches(cell, options.pattern)]
     if not wanted:
         if result.missing:
             raise UserError(_nothing_matches(options.pattern, result.missing))
-        show.note(f"{experiment.name}: all {len(result.measured)} cells are there ({file}); --restart measures anew")
+        show.note(
+            f"{experiment.name}: all {len(result.measured)} cells are there ({file}); --restart"
+            " measures anew"
+        )
         return result
     experiment.remember(result)
     result, machine = _with_machine(result, provenance(device))
@@ -67,7 +90,11 @@ def run(experiment: Experiment[Any], options: Options, *, progress: Progress | N
         for number, cell in enumerate(wanted):
             elapsed = time.monotonic() - started
             if options.limit_seconds is not None and elapsed + longest > options.limit_seconds:
-                show.note(_stopped(experiment.name, elapsed, options.limit_seconds, wanted[number:], longest))
+                show.note(
+                    _stopped(
+                        experiment.name, elapsed, options.limit_seconds, wanted[number:], longest
+                    )
+                )
                 break
             show.start(label(cell))
             begun = time.monotonic()
@@ -83,12 +110,17 @@ def run(experiment: Experiment[Any], options: Options, *, progress: Progress | N
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The experiments of these names, `all` for every one; `UserError` suggests the nearest for an unknown name."""
+    """The experiments of these names, `all` for every one; `UserError` suggests the nearest for an
+    unknown name.
+    """
     known, asked = available(), tuple(names)
     for name in asked:
         if name not in (*known, "all"):
             hint = near(name.replace("_", "-"), (*known, "all"))
-            raise UserError(f"There is no experiment {name!r}.{hint} The experiments are {', '.join(known)}; all runs every one.")
+            raise UserError(
+                f"There is no experiment {name!r}.{hint} The experiments are {', '.join(known)};"
+                " all runs every one."
+            )
     return known if "all" in asked else tuple(dict.fromkeys(asked))
 
 
@@ -96,7 +128,8 @@ def matches(cell: Cell, pattern: str) -> bool:
     """Whether a cell's label contains or matches a pattern.
 
     Example:
-        >>> matches({"method": "MAML", "seed": 0}, "method=MAML"), matches({"method": "MAML", "seed": 0}, "*seed=[12]")
+        >>> (matches({"method": "MAML", "seed": 0}, "method=MAML"),
+        ...     matches({"method": "MAML", "seed": 0}, "*seed=[12]"))
         (True, False)
     """
     return pattern in label(cell) or fnmatch.fnmatchcase(label(cell), pattern)
@@ -105,15 +138,17 @@ def matches(cell: Cell, pattern: str) -> bool:
 def _former(experiment: Experiment[Any], file: Path, options: Options, config: Any) -> Result[Any]:
     """What was measured before under the same config, or nothing."""
     cells = json_safe(experiment.cells(config))
-    assert len({label(cell) for cell in cells}) == len(cells), f"{experiment.name}: cells are not distinct"
+    assert len({label(cell) for cell in cells}) == len(cells), (
+        f"{experiment.name}: cells are not distinct"
+    )
     fresh = Result(experiment.name, options.mode, config, missing=cells)
     if options.restart or not file.is_file():
         return fresh
     differences = store.changes(experiment, file, config)
     if differences:
         raise UserError(
-            f"{file} was measured under another configuration ({'; '.join(differences)}). Add --restart to measure anew, which replaces "
-            "it, or name another folder with --out."
+            f"{file} was measured under another configuration ({'; '.join(differences)}). Add"
+            " --restart to measure anew, which replaces it, or name another folder with --out."
         )
     return store.read(experiment, file)
 
@@ -135,11 +170,15 @@ def _with_cell(result: Result[Any], measured: Measured) -> Result[Any]:
 
 def _nothing_matches(pattern: str, missing: list[Cell]) -> str:
     examples = "; ".join(label(cell) for cell in missing[:3])
-    return f"--cells {pattern!r} matches none of the {len(missing)} cells that are left, such as {examples}."
+    return (
+        f"--cells {pattern!r} matches none of the {len(missing)} cells that are left, such as"
+        f" {examples}."
+    )
 
 
 def _stopped(name: str, elapsed: float, limit: float, left: list[Cell], longest: float) -> str:
     return (
-        f"{name}: stopped after {elapsed:.0f} s to stay within {limit:g} s, since a cell has taken up to {longest:.1f} s; "
-        f"{len(left)} cells are left, the next is {label(left[0])}. The same command goes on from here."
+        f"{name}: stopped after {elapsed:.0f} s to stay within {limit:g} s, since a cell has taken"
+        f" up to {longest:.1f} s; {len(left)} cells are left, the next is {label(left[0])}. The"
+        " same command goes on from here."
     )

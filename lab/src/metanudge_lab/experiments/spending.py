@@ -1,4 +1,6 @@
-"""What a meta-gradient of some precision takes: steps, gradients, Hessian products, time; and how that grows."""
+"""What a meta-gradient of some precision takes: steps, gradients, Hessian products, time; and how
+that grows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def kappa(condition: float) -> float:
 
 @dataclass(frozen=True)
 class Spent:
-    """What a method spends to reach a precision, interpolated between the numbers of steps that were tried; infinite if it never does."""
+    """What a method spends to reach a precision, interpolated between the numbers of steps that
+    were tried; infinite if it never does.
+    """
 
     steps: float
     gradients: float
@@ -41,11 +45,13 @@ NEVER = Spent(math.inf, math.inf, math.inf, math.inf)
 
 
 def spent(rows: Sequence[Row], precision: float) -> Spent:
-    """Between the last number of steps after which the error is above the precision and the next; errors fall geometrically.
+    """Between the last number of steps after which the error is above the precision and the next;
+    errors fall geometrically.
 
     Example:
         >>> known = {"products": 0, "tolerance": None}
-        >>> rows = [{"steps": k, "error": 10.0**-k, "gradients": 2 * k, "seconds": 0.1 * k, **known} for k in (1, 3)]
+        >>> rows = [{"steps": k, "error": 10.0**-k, "gradients": 2 * k, "seconds": 0.1 * k,
+        ...     **known} for k in (1, 3)]
         >>> spent(rows, 1e-2)
         Spent(steps=2.0, gradients=4.0, products=0.0, seconds=0.2)
     """
@@ -65,16 +71,25 @@ def _between(before: Row, after: Row, share: float) -> Spent:
     return Spent(*(float(f"{(1 - share) * before[key] + share * after[key]:.6g}") for key in keys))
 
 
-def reach(result: Result[Any], method: str, solver: str, condition: float, precision: float) -> Spent | None:
+def reach(
+    result: Result[Any], method: str, solver: str, condition: float, precision: float
+) -> Spent | None:
     """The median over the seeds; None where nothing was measured."""
     found = []
     for seed in result.distinct("seed"):
-        rows = result.rows(what=PRECISION, method=method, solver=solver, condition=condition, seed=seed)
+        rows = result.rows(
+            what=PRECISION, method=method, solver=solver, condition=condition, seed=seed
+        )
         if rows:
             found.append(spent(rows, precision))
     if not found:
         return None
-    return Spent(*(Spread.of([getattr(one, key) for one in found]).median for key in ("steps", "gradients", "products", "seconds")))
+    return Spent(
+        *(
+            Spread.of([getattr(one, key) for one in found]).median
+            for key in ("steps", "gradients", "products", "seconds")
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -102,8 +117,15 @@ def exponents(result: Result[Any], method: str, solver: str) -> Exponents:
     logs = [math.log(1 / e) for e in precisions]
     slopes = []
     for seed in result.distinct("seed"):
-        rows = result.rows(what=PRECISION, method=method, solver=solver, condition=max(conditions), seed=seed)
-        rows = [row for row in rows if row["tolerance"] in (None, min(precisions)) and 1e-9 < row["delta"] < 0.1 * rows[0]["delta"]]
+        rows = result.rows(
+            what=PRECISION, method=method, solver=solver, condition=max(conditions), seed=seed
+        )
+        rows = [
+            row
+            for row in rows
+            if row["tolerance"] in (None, min(precisions))
+            and 1e-9 < row["delta"] < 0.1 * rows[0]["delta"]
+        ]
         slopes.append(_slope([row["delta"] for row in rows], [row["error"] for row in rows]))
     finite = [slope for slope in slopes if math.isfinite(slope)]
     return Exponents(
@@ -119,7 +141,11 @@ def _steps(found: Spent | None) -> float:
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    return log_slope(x, y) if len(x) > 1 and all(math.isfinite(value) and value > 0 for value in y) else math.nan
+    return (
+        log_slope(x, y)
+        if len(x) > 1 and all(math.isfinite(value) and value > 0 for value in y)
+        else math.nan
+    )
 
 
 def _straight(x: Sequence[float], y: Sequence[float]) -> float:
@@ -140,17 +166,22 @@ def memory_exponent(result: Result[Any], method: str, key: str) -> float:
 
 
 def memory(result: Result[Any], method: str, steps: float = math.inf) -> float:
-    """In copies of θ at a number of steps, between those measured on a straight line, beyond them as at the last; NaN if not measured.
+    """In copies of θ at a number of steps, between those measured on a straight line, beyond them
+    as at the last; NaN if not measured.
 
     Example:
         >>> from metanudge_lab.experiments.base import Measured
         >>> rows = [{"steps": k, "examples": 50, "memory": 3.0 + k} for k in (2, 4)]
-        >>> result = Result("x", "quick", None, [Measured({"what": MEMORY, "method": "MAML"}, rows, 0.1, 0)])
+        >>> result = Result("x", "quick", None,
+        ...     [Measured({"what": MEMORY, "method": "MAML"}, rows, 0.1, 0)])
         >>> memory(result, "MAML", 3), memory(result, "MAML")
         (6.0, 7.0)
     """
     rows = result.rows(what=MEMORY, method=method)
-    rows = sorted((row for row in rows if row["examples"] == min(r["examples"] for r in rows)), key=lambda row: int(row["steps"]))
+    rows = sorted(
+        (row for row in rows if row["examples"] == min(r["examples"] for r in rows)),
+        key=lambda row: int(row["steps"]),
+    )
     if not rows:
         return math.nan
     after = next((place for place, row in enumerate(rows) if row["steps"] >= steps), len(rows))

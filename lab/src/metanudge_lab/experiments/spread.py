@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, lowest and highest of some numbers; a run that diverged (NaN) counts as infinitely bad, which is high."""
+    """Median, lowest and highest of some numbers; a run that diverged (NaN) counts as infinitely
+    bad, which is high.
+    """
 
     median: float
     low: float
@@ -39,7 +41,9 @@ def short(value: float) -> str:
         return "diverged"
     if 100 <= abs(value) < 1_000_000:
         return f"{float(f'{value:.2g}'):.0f}"
-    return f"{value:.2g}" if value == 0 or abs(value) >= 0.01 else f"{value:.1e}".replace("e-0", "e-")
+    return (
+        f"{value:.2g}" if value == 0 or abs(value) >= 0.01 else f"{value:.1e}".replace("e-0", "e-")
+    )
 
 
 def sentence(*parts: str) -> str:
@@ -80,7 +84,8 @@ def _t_within(t: float, freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean and the half-width of its 95 % confidence interval (Student's t; NaN for a single number).
+    """Mean and the half-width of its 95 % confidence interval (Student's t; NaN for a single
+    number).
 
     Example:
         >>> Mean.of([1.0, 2.0, 3.0]).mean
@@ -95,7 +100,9 @@ class Mean:
         """Of at least one number; NaN if any of them is."""
         n = len(values)
         mean = math.fsum(values) / n
-        return cls(mean, t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan)
+        return cls(
+            mean, t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
+        )
 
     def text(self, digits: int) -> str:
         """Such as "97.53 ± 0.12"; without an interval where there is none.
@@ -104,7 +111,9 @@ class Mean:
             >>> Mean(0.9753, 0.0123).text(2), Mean(0.9753, math.nan).text(2)
             ('0.98 ± 0.01', '0.98')
         """
-        return f"{self.mean:.{digits}f}" + ("" if math.isnan(self.ci95) else f" ± {self.ci95:.{digits}f}")
+        return f"{self.mean:.{digits}f}" + (
+            "" if math.isnan(self.ci95) else f" ± {self.ci95:.{digits}f}"
+        )
 
 
 def paired(ones: Sequence[float], others: Sequence[float]) -> Mean:

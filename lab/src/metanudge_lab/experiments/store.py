@@ -53,9 +53,14 @@ def read(experiment: Experiment[Any], file: Path) -> Result[Any]:
     """The result in a file; `UserError` names the file and what is wrong with it."""
     content = _content(experiment, file)
     try:
-        config = experiment.config(**{key: _tuples(value) for key, value in content["config"].items()})
+        config = experiment.config(
+            **{key: _tuples(value) for key, value in content["config"].items()}
+        )
     except TypeError as error:
-        raise UserError(f"{file} was measured with other options than {experiment.name} has now ({error}). {REPAIR}") from error
+        raise UserError(
+            f"{file} was measured with other options than {experiment.name} has now ({error})."
+            f" {REPAIR}"
+        ) from error
     measured = [_measured(file, number, entry) for number, entry in enumerate(content["cells"])]
     done = [one.cell for one in measured]
     missing = [cell for cell in json_safe(experiment.cells(config)) if cell not in done]
@@ -63,10 +68,13 @@ def read(experiment: Experiment[Any], file: Path) -> Result[Any]:
 
 
 def find(experiment: Experiment[Any], folder: Path) -> list[Result[Any]]:
-    """The results of an experiment in a folder, the one to show first: full before quick, where at least half of it is there."""
+    """The results of an experiment in a folder, the one to show first: full before quick, where at
+    least half of it is there.
+    """
     files = [result_file(folder, experiment.name, mode) for mode in MODES]
     return sorted(
-        (read(experiment, file) for file in files if file.is_file()), key=lambda result: len(result.missing) > len(result.measured)
+        (read(experiment, file) for file in files if file.is_file()),
+        key=lambda result: len(result.missing) > len(result.measured),
     )
 
 
@@ -74,7 +82,11 @@ def changes(experiment: Experiment[Any], file: Path, config: Any) -> list[str]:
     """What differs between the config in a file and this one, as "steps: 5 → 10"."""
     saved, wanted = _content(experiment, file)["config"], json_safe(dataclasses.asdict(config))
     keys = dict.fromkeys([*saved, *wanted])
-    return [f"{key}: {saved.get(key, 'absent')} → {wanted.get(key, 'absent')}" for key in keys if saved.get(key) != wanted.get(key)]
+    return [
+        f"{key}: {saved.get(key, 'absent')} → {wanted.get(key, 'absent')}"
+        for key in keys
+        if saved.get(key) != wanted.get(key)
+    ]
 
 
 def _content(experiment: Experiment[Any], file: Path) -> dict[str, Any]:
@@ -83,20 +95,36 @@ def _content(experiment: Experiment[Any], file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file} cannot be read as JSON ({error}). {REPAIR}") from error
     shapes = {"experiment": str, "mode": str, "config": dict, "machines": list, "cells": list}
-    wrong = [key for key, kind in shapes.items() if not isinstance(content, dict) or not isinstance(content.get(key), kind)]
+    wrong = [
+        key
+        for key, kind in shapes.items()
+        if not isinstance(content, dict) or not isinstance(content.get(key), kind)
+    ]
     if wrong:
-        raise UserError(f"{file} is not the result of an experiment: {', '.join(wrong)} missing or of the wrong kind. {REPAIR}")
+        raise UserError(
+            f"{file} is not the result of an experiment: {', '.join(wrong)} missing or of the wrong"
+            f" kind. {REPAIR}"
+        )
     if content.get("format") != FORMAT or content["mode"] not in MODES:
-        raise UserError(f"{file} has format {content.get('format')!r}, mode {content['mode']!r}; this version reads {FORMAT}. {REPAIR}")
+        raise UserError(
+            f"{file} has format {content.get('format')!r}, mode {content['mode']!r}; this version"
+            f" reads {FORMAT}. {REPAIR}"
+        )
     if content["experiment"] != experiment.name:
-        raise UserError(f"{file} holds {content['experiment']!r}, not {experiment.name!r}: was it renamed? {REPAIR}")
+        raise UserError(
+            f"{file} holds {content['experiment']!r}, not {experiment.name!r}: was it renamed?"
+            f" {REPAIR}"
+        )
     return content
 
 
 def _measured(file: Path, number: int, entry: Any) -> Measured:
     try:
         return Measured(
-            cell=dict(entry["cell"]), rows=list(entry["rows"]), seconds=float(entry["seconds"]), machine=int(entry["machine"])
+            cell=dict(entry["cell"]),
+            rows=list(entry["rows"]),
+            seconds=float(entry["seconds"]),
+            machine=int(entry["machine"]),
         )
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"{file}: cell {number} is damaged ({error!r}). {REPAIR}") from error

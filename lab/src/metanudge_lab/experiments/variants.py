@@ -13,7 +13,12 @@ from metanudge_lab.experiments.base import Cell, Result, Row
 from metanudge_lab.experiments.spread import Mean, Spread
 
 POINTS = ("untrained", "trained")
-DATA = {"mnist1d": "MNIST-1D", "omniglot": "Omniglot", "sinusoid": "sinusoids", "overshoot": "sinusoids with large steps"}
+DATA = {
+    "mnist1d": "MNIST-1D",
+    "omniglot": "Omniglot",
+    "sinusoid": "sinusoids",
+    "overshoot": "sinusoids with large steps",
+}
 Options = Mapping[str, Sequence[str]]  # for each of nudge, start, stencil, nu
 
 
@@ -52,7 +57,11 @@ class Variant:
     def estimator(self) -> mn.FOBMAML:
         """What it stands for."""
         nu: Any = "auto" if self.nu in ("", "auto") else float(self.nu)
-        options: dict[str, Any] = {"nudge": self.nudge, "start": self.start, "stencil": self.stencil}
+        options: dict[str, Any] = {
+            "nudge": self.nudge,
+            "start": self.start,
+            "stencil": self.stencil,
+        }
         return mn.FOBMAML(nu=nu, **options)
 
     def changed(self, dimension: str, value: str) -> Variant:
@@ -77,22 +86,34 @@ def all_variants(options: Options) -> list[Variant]:
 
 
 def trained_variants(options: Options) -> list[Variant]:
-    """Both nudges from θ and from the shifted centre, with every ν and every stencil; from the solution as the paper is otherwise.
+    """Both nudges from θ and from the shifted centre, with every ν and every stencil; from the
+    solution as the paper is otherwise.
 
-    Start and ν act together: the shifted start is ν∇f/λ away from θ. Stencils are compared at the paper's ν.
+    Start and ν act together: the shifted start is ν∇f/λ away from θ. Stencils are compared at the
+    paper's ν.
     """
     found = []
     for nudge, start in itertools.product(options["nudge"], options["start"]):
         base = Variant.paper().changed("nudge", nudge).changed("start", start)
-        found += [base] if start == "solution" else [base.changed(key, value) for key in ("nu", "stencil") for value in options[key]]
+        found += (
+            [base]
+            if start == "solution"
+            else [base.changed(key, value) for key in ("nu", "stencil") for value in options[key]]
+        )
     return list(dict.fromkeys(found))
 
 
-def accuracy(result: Result[Any], part: str, variant: Variant, key: str = "accuracy") -> Mean | None:
-    """Mean over the seeds with its interval, that over the tasks where there is one seed; `key` may be "accuracy_more"."""
+def accuracy(
+    result: Result[Any], part: str, variant: Variant, key: str = "accuracy"
+) -> Mean | None:
+    """Mean over the seeds with its interval, that over the tasks where there is one seed; `key` may
+    be "accuracy_more".
+    """
     found = result.values(key, part=part, **variant.keys)
     if len(found) == 1:
-        return Mean(found[0], result.values(key.replace("accuracy", "ci95"), part=part, **variant.keys)[0])
+        return Mean(
+            found[0], result.values(key.replace("accuracy", "ci95"), part=part, **variant.keys)[0]
+        )
     return Mean.of(found) if found else None
 
 

@@ -1,7 +1,8 @@
-"""From rows to a page: every experiment with its figure, the paper's claim, what we measured and whether the claim held.
+"""From rows to a page: every experiment with its figure, the paper's claim, what we measured and
+whether the claim held.
 
 FOLDER/figures/NAME.png, .svg    drawn from the rows
-FOLDER/report.html               one self-contained page: no network, light and dark, readable on a phone and in print
+FOLDER/report.html               one self-contained page: light and dark, phone and print
 FOLDER/RESULTS.md                the same in Markdown
 """
 

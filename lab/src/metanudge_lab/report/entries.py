@@ -1,4 +1,6 @@
-"""What there is to report: for each experiment its result, verdict, table and pictures, or that it has not been run."""
+"""What there is to report: for each experiment its result, verdict, table and pictures, or that it
+has not been run.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,10 @@ class Entry:
     def settings(self) -> list[tuple[str, str]]:
         """The configuration as text."""
         config = {} if self.result is None else dataclasses.asdict(self.result.config)
-        return [(key, ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)) for key, value in config.items()]
+        return [
+            (key, ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
+            for key, value in config.items()
+        ]
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -86,14 +91,26 @@ class Entry:
             return []
         cells, missing = len(self.result.measured), len(self.result.missing)
         seeds = self.result.distinct("seed")
-        rows = [("seeds", ", ".join(map(str, seeds)) or "none: nothing random")] if self.result.measured else []
+        rows = (
+            [("seeds", ", ".join(map(str, seeds)) or "none: nothing random")]
+            if self.result.measured
+            else []
+        )
         rows.append(("cells", f"{cells} of {cells + missing}" if missing else str(cells)))
-        return [*rows, ("time", clock(self.result.seconds)), ("rows", str(result_file(Path(), self.name, self.result.mode)))]
+        return [
+            *rows,
+            ("time", clock(self.result.seconds)),
+            ("rows", str(result_file(Path(), self.name, self.result.mode))),
+        ]
 
     @property
     def machines(self) -> list[list[tuple[str, str]]]:
         """Where it was measured: one list of facts for each machine and commit."""
-        return [] if self.result is None else [machine_facts(machine) for machine in self.result.machines]
+        return (
+            []
+            if self.result is None
+            else [machine_facts(machine) for machine in self.result.machines]
+        )
 
 
 def gather(folder: Path) -> list[Entry]:
@@ -112,7 +129,10 @@ def entry(experiment: Experiment[Any], folder: Path) -> Entry:
         verdict = experiment.judge(result) if result.complete else None
     except KeyError as error:
         file = result_file(folder, experiment.name, result.mode)
-        raise UserError(f"{file}: its rows lack {error}, which {experiment.name} has now. Measure anew with --restart.") from error
+        raise UserError(
+            f"{file}: its rows lack {error}, which {experiment.name} has now. Measure anew with"
+            " --restart."
+        ) from error
     aside = "".join(f"There is also {_described(other)}, not shown. " for other in others).strip()
     if verdict is None:
         done, total = len(result.measured), len(result.measured) + len(result.missing)
@@ -126,7 +146,9 @@ def entry(experiment: Experiment[Any], folder: Path) -> Entry:
             drawings,
             aside,
         )
-    return Entry(experiment, verdict.status, verdict.measured, verdict.reason, result, table, drawings, aside)
+    return Entry(
+        experiment, verdict.status, verdict.measured, verdict.reason, result, table, drawings, aside
+    )
 
 
 def text_of(value: str | int | float | Shown | None) -> str:
@@ -146,17 +168,34 @@ def text_of(value: str | int | float | Shown | None) -> str:
 def sort_key(value: str | int | float | Shown | None) -> str:
     """What a value of a table is sorted by: a number where there is one, else the text."""
     number = value.value if isinstance(value, Shown) else value
-    return repr(float(number)) if isinstance(number, (int, float)) else "" if number is None else str(number)
+    return (
+        repr(float(number))
+        if isinstance(number, (int, float))
+        else ""
+        if number is None
+        else str(number)
+    )
 
 
 def machine_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
     """Provenance in a few lines."""
-    commit = (machine.get("commit") or "unknown")[:12] + (" with uncommitted changes" if machine.get("dirty") else "")
-    versions = ", ".join(f"{package} {machine.get(package)}" for package in ("metanudge", "torch", "numpy", "python"))
+    commit = (machine.get("commit") or "unknown")[:12] + (
+        " with uncommitted changes" if machine.get("dirty") else ""
+    )
+    versions = ", ".join(
+        f"{package} {machine.get(package)}" for package in ("metanudge", "torch", "numpy", "python")
+    )
     device = machine.get("device") or "unknown"
     where = "" if device == "CPU" else f"{device} (CUDA {machine.get('cuda')}), "
-    hardware = f"{where}{machine.get('cpu')}, {machine.get('threads')} of {machine.get('cores')} cores"
-    return [("commit", commit), ("hardware", hardware), ("versions", versions), ("date", str(machine.get("date", ""))[:10])]
+    hardware = (
+        f"{where}{machine.get('cpu')}, {machine.get('threads')} of {machine.get('cores')} cores"
+    )
+    return [
+        ("commit", commit),
+        ("hardware", hardware),
+        ("versions", versions),
+        ("date", str(machine.get("date", ""))[:10]),
+    ]
 
 
 def _described(result: Result[Any]) -> str:

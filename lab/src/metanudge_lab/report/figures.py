@@ -27,12 +27,15 @@ def save(drawing: Drawing, folder: Path, name: str) -> None:
 
 
 def inline(drawing: Drawing, name: str) -> str:
-    """The picture as SVG markup to stand in a page: its ids are its own, and it takes the page's ink and grid colours."""
+    """The picture as SVG markup to stand in a page: its ids are its own, and it takes the page's
+    ink and grid colours.
+    """
     stem = file_name(name, drawing)
     text = _svg(drawing, stem).decode("utf-8")
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)  # would hold for the whole page
+    # would hold for the whole page
+    text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|\burl\(#|\bhref="#)', rf"\g<1>{stem}-", text)
     text = re.sub(
         r'(<svg[^>]*?) width="([\d.]+)pt"', r'\1 style="--drawn: \2px"', text, count=1
@@ -54,5 +57,7 @@ def _render(drawing: Drawing, kind: str, *, salt: str, transparent: bool = False
     stream = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "path"}):
         metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        drawing.figure.savefig(stream, format=kind, dpi=160, transparent=transparent, metadata=metadata)
+        drawing.figure.savefig(
+            stream, format=kind, dpi=160, transparent=transparent, metadata=metadata
+        )
     return stream.getvalue()

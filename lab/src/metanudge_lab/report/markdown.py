@@ -12,16 +12,23 @@ def markdown(entries: list[Entry]) -> str:
     head = [
         "# Results",
         "",
-        "The paper's figures and tables, measured anew. `metanudge report` writes this page from the rows beside it; do not edit it.",
+        (
+            "The paper's figures and tables, measured anew. `metanudge report` writes this page"
+            " from the rows beside it; do not edit it."
+        ),
         "",
         "| experiment | in the paper | verdict | measured |",
         "|---|---|---|---|",
     ]
     summary = [
-        f"| [{entry.name}](#{entry.name}) | {_cell(entry.experiment.where)} | {_status(entry)} | {_cell(entry.gist) or '–'} |"
+        f"| [{entry.name}](#{entry.name}) | {_cell(entry.experiment.where)} | {_status(entry)} |"
+        f" {_cell(entry.gist) or '–'} |"
         for entry in entries
     ]
-    return "\n".join([*head, *summary, *(line for entry in entries for line in _section(entry))]) + "\n"
+    return (
+        "\n".join([*head, *summary, *(line for entry in entries for line in _section(entry))])
+        + "\n"
+    )
 
 
 def _section(entry: Entry) -> list[str]:
@@ -36,7 +43,12 @@ def _section(entry: Entry) -> list[str]:
     ]
     if entry.result is None:
         return [*lines, f"Not run yet: `{entry.command}`."]
-    lines += [f"*Ours:* {entry.measured}", "", f"*Verdict:* **{_status(entry)}**. {entry.reason}", ""]
+    lines += [
+        f"*Ours:* {entry.measured}",
+        "",
+        f"*Verdict:* **{_status(entry)}**. {entry.reason}",
+        "",
+    ]
     if entry.aside:
         lines += [entry.aside, ""]
     for drawing in entry.drawings:
@@ -47,13 +59,23 @@ def _section(entry: Entry) -> list[str]:
         lines += [entry.experiment.notes, ""]
     facts = [*entry.settings, *entry.facts]
     lines.append("Settings: " + "; ".join(f"{key} {value}" for key, value in facts) + ".")
-    lines += ["", *(f"Measured on: {'; '.join(value for _, value in machine)}." for machine in entry.machines)]
+    lines += [
+        "",
+        *(
+            f"Measured on: {'; '.join(value for _, value in machine)}."
+            for machine in entry.machines
+        ),
+    ]
     return lines
 
 
 def _table(table: Table) -> list[str]:
     rows = [" | ".join(_cell(text_of(value)) for value in row) for row in table.rows]
-    return [f"| {' | '.join(map(_cell, table.header))} |", "|" + "---|" * len(table.header), *(f"| {row} |" for row in rows)]
+    return [
+        f"| {' | '.join(map(_cell, table.header))} |",
+        "|" + "---|" * len(table.header),
+        *(f"| {row} |" for row in rows),
+    ]
 
 
 def _status(entry: Entry) -> str:

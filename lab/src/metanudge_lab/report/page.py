@@ -13,7 +13,10 @@ from metanudge_lab.report.figures import inline
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-_WHOLE = re.compile(r"[^\s(]+ [=≥≤×±] [^\s;,)]+|\b\d+-(?:way|shot)\b|\b(?:[A-Z]+-)+[A-Z]+\b|\d[\d.]*e-\d+|\d[\d.]* %")
+_WHOLE = re.compile(
+    r"[^\s(]+ [=≥≤×±]"
+    r" [^\s;,)]+|\b\d+-(?:way|shot)\b|\b(?:[A-Z]+-)+[A-Z]+\b|\d[\d.]*e-\d+|\d[\d.]* %"
+)
 
 
 def page(entries: list[Entry]) -> str:
@@ -21,14 +24,21 @@ def page(entries: list[Entry]) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {"text_of": text_of, "sort_key": sort_key, "glued": glued}
     counts = {state: sum(entry.state == state for entry in entries) for state in STATES}
     return environment.from_string(_asset("page.html.j2")).render(
         entries=entries,
         counts=[(state, text, counts[state]) for state, text in STATES.items() if counts[state]],
         ranks={state: rank for rank, state in enumerate(STATES)},
-        pictures={entry.name: [(Markup(inline(drawing, entry.name)), drawing.alt) for drawing in entry.drawings] for entry in entries},
+        pictures={
+            entry.name: [
+                (Markup(inline(drawing, entry.name)), drawing.alt) for drawing in entry.drawings
+            ]
+            for entry in entries
+        },
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
         version=__version__,

@@ -28,7 +28,8 @@ class Convolution(Protocol):
         """How many numbers it keeps for one example of a row, besides inputs and outputs."""
 
     def forward(self, z: Padded, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
-        """`(rows, examples, *convolved, out_channels)`, which the caller may overwrite, and what the derivative needs.
+        """`(rows, examples, *convolved, out_channels)`, which the caller may overwrite, and what
+        the derivative needs.
 
         The outputs are multiplied by `sign`, `(rows, out_channels)`.
         """
@@ -38,7 +39,9 @@ class Convolution(Protocol):
 
 
 class Columns:
-    """Copies every window into a line of a matrix and multiplies: best where a row has little data, since all rows go at once."""
+    """Copies every window into a line of a matrix and multiplies: best where a row has little data,
+    since all rows go at once.
+    """
 
     def __init__(self, block: Block) -> None:
         self._kernel = block.kernel
@@ -63,19 +66,29 @@ class Columns:
         rows, examples, *spatial, out = g.shape
         channels, m, (*outer, last) = z.whole.shape[-1], filters.shape[2] // out, self._kernel
         g = g.view(rows, -1, m * out)
-        dw = torch.bmm(windows.transpose(1, 2), g).view(rows, *outer, last + m - 1, channels, m, out)
+        dw = torch.bmm(windows.transpose(1, 2), g).view(
+            rows, *outer, last + m - 1, channels, m, out
+        )
         taps = [dw[..., i, :].narrow(-3, i, last) for i in range(m)]
         dw = taps[0] if m == 1 else taps[0] + taps[1]
-        parts = torch.bmm(g, filters.transpose(1, 2)).view(rows, examples, *spatial[:-1], spatial[-1] // m, *outer, -1, m * channels)
+        parts = torch.bmm(g, filters.transpose(1, 2)).view(
+            rows, examples, *spatial[:-1], spatial[-1] // m, *outer, -1, m * channels
+        )
         return _inside(self._put_back(parts, z.whole, m), self.border), dw.movedim((-1, -2), (1, 2))
 
     def _put_back(self, parts: Tensor, like: Tensor, m: int) -> Tensor:
-        """Every entry of `like` with the sum of what the windows it was copied to have, chunks of m entries at a time."""
+        """Every entry of `like` with the sum of what the windows it was copied to have, chunks of m
+        entries at a time.
+        """
         *outer, _ = self._kernel
         *lines, columns = parts.shape[2 : 3 + len(outer)]
-        if not outer and parts.shape[-2] == 2:  # a chunk is the second of one window and the first of the next
+        # a chunk is the second of one window and the first of the next
+        if not outer and parts.shape[-2] == 2:
             whole = torch.empty_like(like)
-            chunks, (first, second) = whole.view(*parts.shape[:2], columns + 1, -1), parts.unbind(-2)
+            chunks, (first, second) = (
+                whole.view(*parts.shape[:2], columns + 1, -1),
+                parts.unbind(-2),
+            )
             torch.add(first[:, :, 1:], second[:, :, :-1], out=chunks[:, :, 1:-1])
             chunks[:, :, 0], chunks[:, :, -1] = first[:, :, 0], second[:, :, -1]
             return whole
@@ -91,7 +104,9 @@ class Columns:
         return whole
 
     def _side_by_side(self, channels: int, spatial: Sequence[int]) -> int:
-        """How many neighbouring outputs come from one window. Two cost a third more products, but a third fewer copies."""
+        """How many neighbouring outputs come from one window. Two cost a third more products, but a
+        third fewer copies.
+        """
         return 2 if channels <= NARROW and spatial[-1] % 2 == 0 and self._kernel[-1] % 2 else 1
 
     def _windows(self, z: Tensor, spatial: Sequence[int], m: int) -> Tensor:
@@ -100,7 +115,8 @@ class Columns:
         *lines, columns = spatial
         *outer, last = self._kernel
         *over, along = z.stride()[2:-1]
-        # The last kernel axis and the channels lie side by side in memory, so that copies go in long runs.
+        # The last kernel axis and the channels lie side by side in memory, so that copies go in
+        # long runs.
         windows = z.as_strided(
             (rows, examples, *lines, columns // m, *outer, (last + m - 1) * channels),
             (*z.stride()[:2], *over, along * m, *over, 1),
@@ -109,7 +125,9 @@ class Columns:
 
 
 def _filters(weight: Tensor, sign: Tensor | None, m: int) -> Tensor:
-    """Filters as matrices, `(rows, *kernel × in, m × out)`; for two outputs side by side a second time, moved on by one."""
+    """Filters as matrices, `(rows, *kernel × in, m × out)`; for two outputs side by side a second
+    time, moved on by one.
+    """
     rows, out, channels, *outer, last = weight.shape
     filters = weight.new_empty if m == 1 else weight.new_zeros
     both = filters(rows, *outer, last + m - 1, channels, m, out)
@@ -129,7 +147,9 @@ def _inside(whole: Tensor, border: tuple[int, ...]) -> Tensor:
 
 
 class Native:
-    """torch's own convolution, row by row: best where one row keeps the processor busy. Two spatial axes."""
+    """torch's own convolution, row by row: best where one row keeps the processor busy. Two spatial
+    axes.
+    """
 
     def __init__(self, block: Block) -> None:
         self._padding = list(block.padding)
@@ -142,19 +162,30 @@ class Native:
     def forward(self, z: Padded, weight: Tensor, sign: Tensor | None) -> tuple[Tensor, Any]:
         """One convolution a row."""
         turned = weight if sign is None else weight * sign.view(*weight.shape[:2], 1, 1, 1)
-        return _stacked([F.conv2d(_images(x), w, None, 1, self._padding) for x, w in zip(z.whole, turned, strict=True)]), turned
+        return (
+            _stacked(
+                [
+                    F.conv2d(_images(x), w, None, 1, self._padding)
+                    for x, w in zip(z.whole, turned, strict=True)
+                ]
+            ),
+            turned,
+        )
 
     def backward(self, g: Tensor, z: Padded, kept: Any) -> tuple[Tensor, Tensor]:
         """One derivative a row."""
         options = (None, [1, 1], self._padding, [1, 1], False, [0, 0], 1, [True, True, False])
         parts = [
-            torch.ops.aten.convolution_backward(_images(dy), _images(x), w, *options) for dy, x, w in zip(g, z.whole, kept, strict=True)
+            torch.ops.aten.convolution_backward(_images(dy), _images(x), w, *options)
+            for dy, x, w in zip(g, z.whole, kept, strict=True)
         ]
         return _stacked([part[0] for part in parts]), torch.stack([part[1] for part in parts])
 
 
 def _images(x: Tensor) -> Tensor:
-    """`(examples, height, width, channels)` as torch's convolutions see images whose channels lie last in memory."""
+    """`(examples, height, width, channels)` as torch's convolutions see images whose channels lie
+    last in memory.
+    """
     return x.permute(0, 3, 1, 2)
 
 

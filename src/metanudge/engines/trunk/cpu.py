@@ -1,4 +1,6 @@
-"""Trunks on a CPU: channels last, one matrix product or native convolution a block, few passes over memory."""
+"""Trunks on a CPU: channels last, one matrix product or native convolution a block, few passes over
+memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Prepared:
 
     @property
     def borders(self) -> list[tuple[int, ...]]:
-        """What each block wants around its inputs, from the second block on; nothing around the outputs."""
+        """What each block wants around its inputs, from the second block on; nothing around the
+        outputs.
+        """
         return [*(block.border for block in self.later), (0,) * (len(self.patches.shape) - 1)]
 
 
@@ -55,7 +59,11 @@ class CPUTrunk:
         _, examples, _, *spatial = inputs.shape
         numbers = 0
         for block in self._blocks:
-            convolved, pooled, channels = block.convolved(spatial), block.pooled(spatial), block.conv.out_channels
+            convolved, pooled, channels = (
+                block.convolved(spatial),
+                block.pooled(spatial),
+                block.conv.out_channels,
+            )
             if block is not self._blocks[0]:
                 numbers += _convolution(block, examples, spatial, inputs.dtype).held(convolved)
                 numbers += channels * (math.prod(convolved) + math.prod(pooled))
@@ -69,9 +77,14 @@ class CPUTrunk:
         return self._with_patches(first, first.prepare(inputs), inputs.dtype)
 
     def join(self, sets: Sequence[Prepared]) -> Prepared | None:
-        """Several sets of examples of the same tasks, to be convolved together and normalised apart; None where one by one is better."""
+        """Several sets of examples of the same tasks, to be convolved together and normalised
+        apart; None where one by one is better.
+        """
         shapes = [prepared.patches.shape for prepared in sets]
-        if len({shape[1:] for shape in shapes}) > 1 or sum(group_sizes([shape[0] for shape in shapes])) > MOST_GROUPS:
+        if (
+            len({shape[1:] for shape in shapes}) > 1
+            or sum(group_sizes([shape[0] for shape in shapes])) > MOST_GROUPS
+        ):
             return None
         patches = Patches.joined([prepared.patches for prepared in sets])
         return self._with_patches(sets[0].first, patches, patches.windows().dtype)
@@ -80,20 +93,36 @@ class CPUTrunk:
         examples, *spatial = patches.shape
         later = []
         for block in self._blocks[1:]:
-            later.append(LaterBlock(_convolution(block, examples, spatial, dtype), block.eps, patches.groups))
+            later.append(
+                LaterBlock(_convolution(block, examples, spatial, dtype), block.eps, patches.groups)
+            )
             spatial = list(block.pooled(spatial))
         return Prepared(patches, first, later)
 
-    def outputs(self, prepared: Prepared, weights: Sequence[BlockWeights], into: Sequence[BlockPlaces] | None = None) -> Tensor:
+    def outputs(
+        self,
+        prepared: Prepared,
+        weights: Sequence[BlockWeights],
+        into: Sequence[BlockPlaces] | None = None,
+    ) -> Tensor:
         """Outputs `(rows, examples, channels, *spatial)`; gradients come as they are made."""
         out: Tensor = _Blocks.apply(prepared, *(leaf for block in weights for leaf in block))
         return out.movedim(-1, 2)
 
 
-def _convolution(block: Block, examples: int, spatial: Sequence[int], dtype: torch.dtype) -> Convolution:
+def _convolution(
+    block: Block, examples: int, spatial: Sequence[int], dtype: torch.dtype
+) -> Convolution:
     """What is fastest: measured with 3×3 kernels, 16 to 64 channels, 3² to 14² pixels."""
-    large = examples * math.prod(block.convolved(spatial)) >= 400 and min(block.conv.in_channels, block.conv.out_channels) >= 16
-    return Native(block) if len(block.kernel) == 2 and dtype == torch.float32 and large else Columns(block)
+    large = (
+        examples * math.prod(block.convolved(spatial)) >= 400
+        and min(block.conv.in_channels, block.conv.out_channels) >= 16
+    )
+    return (
+        Native(block)
+        if len(block.kernel) == 2 and dtype == torch.float32 and large
+        else Columns(block)
+    )
 
 
 @dataclass
@@ -125,7 +154,9 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         (out,) = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
-        assert kept is not None, "a second backward pass, but the first has overwritten what was kept"
+        assert kept is not None, (
+            "a second backward pass, but the first has overwritten what was kept"
+        )
         g = g.contiguous()
         gradients: list[BlockWeights] = []
         for block in reversed(ctx.prepared.later):
@@ -135,4 +166,10 @@ class _Blocks(torch.autograd.Function):
             gradients.append(gradient)
         gradients.append(ctx.prepared.first.backward(g, out, kept.first))
         leaves = [leaf for gradient in reversed(gradients) for leaf in gradient]
-        return (None, *(leaf if needed else None for leaf, needed in zip(leaves, ctx.needs_input_grad[1:], strict=True)))
+        return (
+            None,
+            *(
+                leaf if needed else None
+                for leaf, needed in zip(leaves, ctx.needs_input_grad[1:], strict=True)
+            ),
+        )

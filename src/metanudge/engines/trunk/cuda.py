@@ -1,7 +1,8 @@
 """The trunk on a CUDA device, in Triton kernels (see `kernels` and `first_kernels`).
 
-What it leaves out makes it fast: the first layer's full-size activations are never written (its statistics follow from moments of the
-data, its outputs are cheap to make again), every other full-size activation is written once and read by fused kernels only.
+What it leaves out makes it fast: the first layer's full-size activations are never written (its
+statistics follow from moments of the data, its outputs are cheap to make again), every other
+full-size activation is written once and read by fused kernels only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _ENOUGH_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 
 @dataclass(frozen=True)
 class _Shape:
-    """The sizes of one block: what goes in, what the convolution makes of it, what pooling leaves."""
+    """The sizes of one block: what goes in, what the convolution makes of it, what pooling
+    leaves.
+    """
 
     ci: int
     co: int
@@ -78,14 +81,20 @@ class CUDATrunk:
 
     Args:
         blocks: what to run.
-        precision: `"full"`: float32 throughout. `"tf32"`: factors of matrix products are kept in float16, gradients scaled row by row;
-            that is TF32's precision at half its size. Of a small first layer's factors only the data are rounded (all other errors
-            would go through all layers). `"bf16"`: all activations in bfloat16. Sums and statistics are float32 always.
+        precision: `"full"`: float32 throughout. `"tf32"`: factors of matrix products are kept in
+            float16, gradients scaled row by row; that is TF32's precision at half its size. Of a
+            small first layer's factors only the data are rounded (all other errors would go through
+            all layers). `"bf16"`: all activations in bfloat16. Sums and statistics are float32
+            always.
     """
 
-    def __init__(self, blocks: Sequence[Block], *, precision: Literal["full", "tf32", "bf16"] = "full") -> None:
+    def __init__(
+        self, blocks: Sequence[Block], *, precision: Literal["full", "tf32", "bf16"] = "full"
+    ) -> None:
         self._blocks = tuple(blocks)
-        self._factors = {"full": torch.float32, "tf32": torch.float16, "bf16": torch.bfloat16}[precision]
+        self._factors = {"full": torch.float32, "tf32": torch.float16, "bf16": torch.bfloat16}[
+            precision
+        ]
         self._between = torch.bfloat16 if precision == "bf16" else torch.float32
         self._first_precision = {"full": "tf32x3", "tf32": "tf32x2", "bf16": "tf32"}[precision]
         self._scaled = precision == "tf32"
@@ -103,19 +112,30 @@ class CUDATrunk:
 
     @staticmethod
     def order(block: Block) -> tuple[int, ...] | None:
-        """How this block's weights best lie in memory: a matrix for every place in the kernel, except in a small first layer."""
+        """How this block's weights best lie in memory: a matrix for every place in the kernel,
+        except in a small first layer.
+        """
         if block.conv.in_channels * math.prod(block.kernel) <= _LARGEST_PATCH:
             return None
         return (*range(2, 2 + len(block.kernel)), 0, 1)
 
-    def outputs(self, prepared: _Prepared, weights: Sequence[BlockWeights], into: Sequence[BlockPlaces] | None = None) -> Tensor:
+    def outputs(
+        self,
+        prepared: _Prepared,
+        weights: Sequence[BlockWeights],
+        into: Sequence[BlockPlaces] | None = None,
+    ) -> Tensor:
         """Outputs `(rows, examples, channels, *spatial)`."""
         y: Tensor = _Run.apply(self, prepared, into, *(leaf for block in weights for leaf in block))
         y = y.permute(0, 1, 4, 2, 3)
         return y if prepared.spatial == 2 else y.squeeze(-2)
 
-    def forward(self, prepared: _Prepared, weights: list[BlockWeights]) -> tuple[Tensor, list[_Kept], Tensor | None]:
-        """The outputs, channels last, and what the way back needs: of each later block, and the first block's choices."""
+    def forward(
+        self, prepared: _Prepared, weights: list[BlockWeights]
+    ) -> tuple[Tensor, list[_Kept], Tensor | None]:
+        """The outputs, channels last, and what the way back needs: of each later block, and the
+        first block's choices.
+        """
         kept: list[_Kept] = []
         pick: Tensor | None = None
         x = prepared.images
@@ -138,19 +158,30 @@ class CUDATrunk:
         dy: Tensor,
     ) -> list[Tensor | None]:
         """Gradients of all weights in the order of the blocks."""
-        gradients = [_Gradients.of(block, None if into is None else into[n]) for n, block in enumerate(weights)]
+        gradients = [
+            _Gradients.of(block, None if into is None else into[n])
+            for n, block in enumerate(weights)
+        ]
         offset = len(weights) - len(kept)
         for n in reversed(range(len(kept))):
             shape, block, memory = prepared.shapes[n + offset], weights[n + offset], kept.pop()
-            dx = self._later_backward(shape, block, gradients[n + offset], memory, dy, inputs=n + offset > 0)
+            dx = self._later_backward(
+                shape, block, gradients[n + offset], memory, dy, inputs=n + offset > 0
+            )
             del memory
             if dx is not None:
                 dy = dx
         if pick is not None:
             self._first_backward(prepared, weights[0], gradients[0], pick, dy)
-        return [leaf for block, found in zip(weights, gradients, strict=True) for leaf in found.wanted(block)]
+        return [
+            leaf
+            for block, found in zip(weights, gradients, strict=True)
+            for leaf in found.wanted(block)
+        ]
 
-    def _first(self, prepared: _Prepared, shape: _Shape, block: BlockWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _first(
+        self, prepared: _Prepared, shape: _Shape, block: BlockWeights, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         weight, gamma, beta = _affine(block)
         rows, width = weight.shape[0], kernels.width(shape.co)
         columns = triton.cdiv(shape.co, width)
@@ -158,20 +189,26 @@ class CUDATrunk:
         first_kernels.first_normalisation[(rows, columns)](
             weight, gamma, beta, prepared.means, prepared.covariance, coefficients,
             len(prepared.images), weight.stride(0), gamma.stride(0), beta.stride(0), shape.eps,
-            CO=shape.co, FEATURES=shape.ci * shape.taps, BLOCK_F=_features(shape), BLOCK_N=width, num_warps=4,
+            CO=shape.co, FEATURES=shape.ci * shape.taps, BLOCK_F=_features(shape), BLOCK_N=width,
+            num_warps=4,
         )  # fmt: skip
         out = weight.new_empty((rows, shape.examples, *shape.pooled, shape.co), dtype=dtype)
         pick = weight.new_empty(out.shape, dtype=torch.uint8)
         tiles, share = _shares(shape.entries, 64, rows * columns)
         first_kernels.first_forward[(tiles, rows, columns)](
-            prepared.images, weight, coefficients, out, pick, len(prepared.images), weight.stride(0), shape.entries, share,
-            *shape.before, *shape.pooled, CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1],
-            PAD_H=shape.padding[0], PAD_W=shape.padding[1], PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision,
+            prepared.images, weight, coefficients, out, pick, len(prepared.images),
+            weight.stride(0), shape.entries, share,
+            *shape.before, *shape.pooled, CO=shape.co, CI=shape.ci, KH=shape.kernel[0],
+            KW=shape.kernel[1],
+            PAD_H=shape.padding[0], PAD_W=shape.padding[1], PH=shape.pool[0], PW=shape.pool[1],
+            PRECISION=self._first_precision,
             BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width, num_warps=4,
         )  # fmt: skip
         return out, pick
 
-    def _first_backward(self, prepared: _Prepared, block: BlockWeights, found: _Gradients, pick: Tensor, dy: Tensor) -> None:
+    def _first_backward(
+        self, prepared: _Prepared, block: BlockWeights, found: _Gradients, pick: Tensor, dy: Tensor
+    ) -> None:
         shape = prepared.shapes[0]
         weight, gamma, beta = _affine(block)
         rows, tasks, width = weight.shape[0], len(prepared.images), kernels.width(shape.co)
@@ -181,23 +218,34 @@ class CUDATrunk:
         ones = weight.new_empty((rows, tiles, shape.co))
         first_kernels.first_sums_backward[(tiles, rows, columns)](
             prepared.images, pick, dy, sums, ones, tasks, shape.entries, tiles, share,
-            *shape.before, *shape.pooled, CO=shape.co, CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1],
-            PAD_H=shape.padding[0], PAD_W=shape.padding[1], PH=shape.pool[0], PW=shape.pool[1], PRECISION=self._first_precision,
-            BLOCK_F=_features(shape), BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width, num_warps=4,
+            *shape.before, *shape.pooled, CO=shape.co, CI=shape.ci, KH=shape.kernel[0],
+            KW=shape.kernel[1],
+            PAD_H=shape.padding[0], PAD_W=shape.padding[1], PH=shape.pool[0], PW=shape.pool[1],
+            PRECISION=self._first_precision,
+            BLOCK_F=_features(shape), BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width,
+            num_warps=4,
         )  # fmt: skip
         dense = found.weight[0].is_contiguous()
-        dweight = found.weight if dense else torch.empty_like(found.weight, memory_format=torch.contiguous_format)
+        dweight = (
+            found.weight
+            if dense
+            else torch.empty_like(found.weight, memory_format=torch.contiguous_format)
+        )
         first_kernels.first_backward[(rows, columns)](
-            sums, ones, weight, gamma, beta, prepared.means, prepared.covariance, dweight, found.gamma, found.beta, found.bias,
+            sums, ones, weight, gamma, beta, prepared.means, prepared.covariance, dweight,
+            found.gamma, found.beta, found.bias,
             tasks, tiles, weight.stride(0), gamma.stride(0), beta.stride(0),
-            dweight.stride(0), found.gamma.stride(0), found.beta.stride(0), found.bias.stride(0), shape.eps,
+            dweight.stride(0), found.gamma.stride(0), found.beta.stride(0), found.bias.stride(0),
+            shape.eps,
             CO=shape.co, FEATURES=shape.ci * shape.taps, BIAS=block.bias is not None,
             BLOCK_F=_features(shape), BLOCK_N=width, num_warps=4,
         )  # fmt: skip
         if not dense:
             found.weight.copy_(dweight)
 
-    def _later(self, shape: _Shape, x: Tensor, block: BlockWeights, dtype: torch.dtype) -> tuple[Tensor, _Kept]:
+    def _later(
+        self, shape: _Shape, x: Tensor, block: BlockWeights, dtype: torch.dtype
+    ) -> tuple[Tensor, _Kept]:
         weight, (gamma, beta) = block.weight, _scale_and_shift(block)
         rows, width = weight.shape[0], kernels.width(shape.co)
         columns = triton.cdiv(shape.co, width)
@@ -209,7 +257,8 @@ class CUDATrunk:
         self._convolve(shape, x, packed, z, stats, back=False)
         coefficients = weight.new_empty((rows, 4, shape.co))
         kernels.normalisation[(rows, columns)](
-            stats, gamma, beta, coefficients, shape.pixels, tiles, gamma.stride(0), beta.stride(0), shape.eps,
+            stats, gamma, beta, coefficients, shape.pixels, tiles, gamma.stride(0), beta.stride(0),
+            shape.eps,
             CO=shape.co, TILE=tile, BLOCK_T=16, BLOCK_N=width, num_warps=4,
         )  # fmt: skip
         out = weight.new_empty((rows, shape.examples, *shape.pooled, shape.co), dtype=dtype)
@@ -221,7 +270,14 @@ class CUDATrunk:
         return out, _Kept(x, packed, z, coefficients, pick)
 
     def _later_backward(
-        self, shape: _Shape, block: BlockWeights, found: _Gradients, kept: _Kept, dy: Tensor, *, inputs: bool
+        self,
+        shape: _Shape,
+        block: BlockWeights,
+        found: _Gradients,
+        kept: _Kept,
+        dy: Tensor,
+        *,
+        inputs: bool,
     ) -> Tensor | None:
         weight = block.weight
         rows, width = weight.shape[0], kernels.width(shape.co)
@@ -236,7 +292,8 @@ class CUDATrunk:
         kernels.normalisation_backward[(rows,)](
             sums, kept.coefficients, found.gamma, found.beta, found.bias, factor,
             tiles, found.gamma.stride(0), found.beta.stride(0), found.bias.stride(0),
-            CO=shape.co, BIAS=block.bias is not None, SCALED=self._scaled, BLOCK_T=16, BLOCK_N=width, num_warps=4,
+            CO=shape.co, BIAS=block.bias is not None, SCALED=self._scaled, BLOCK_T=16,
+            BLOCK_N=width, num_warps=4,
         )  # fmt: skip
         dz = torch.empty_like(kept.z, dtype=self._factors)
         kernels.spread_backward[(triton.cdiv(shape.pixels, 64), rows, columns)](
@@ -253,18 +310,29 @@ class CUDATrunk:
 
     def _packed(self, shape: _Shape, weight: Tensor) -> Tensor:
         weight = _by_taps(weight)
-        packed = weight.new_empty((weight.shape[0], shape.taps, shape.co, shape.ci), dtype=self._factors)
+        packed = weight.new_empty(
+            (weight.shape[0], shape.taps, shape.co, shape.ci), dtype=self._factors
+        )
         tall, wide = kernels.width(shape.co), kernels.width(shape.ci)
-        kernels.pack_weights[(shape.taps * triton.cdiv(shape.co, tall), weight.shape[0], triton.cdiv(shape.ci, wide))](
+        grid = (
+            shape.taps * triton.cdiv(shape.co, tall),
+            weight.shape[0],
+            triton.cdiv(shape.ci, wide),
+        )
+        kernels.pack_weights[grid](
             weight, packed, *weight.stride(),
             CO=shape.co, CI=shape.ci, TAPS=shape.taps, BLOCK_CO=tall, BLOCK_CI=wide, num_warps=4,
         )  # fmt: skip
         return packed
 
-    def _convolve(self, shape: _Shape, x: Tensor, weight: Tensor, out: Tensor, beside: Tensor, *, back: bool) -> None:
+    def _convolve(
+        self, shape: _Shape, x: Tensor, weight: Tensor, out: Tensor, beside: Tensor, *, back: bool
+    ) -> None:
         ci, co = (shape.co, shape.ci) if back else (shape.ci, shape.co)
         before, after = (shape.after, shape.before) if back else (shape.before, shape.after)
-        pads = tuple(k - 1 - p if back else p for k, p in zip(shape.kernel, shape.padding, strict=True))
+        pads = tuple(
+            k - 1 - p if back else p for k, p in zip(shape.kernel, shape.padding, strict=True)
+        )
         pixels = shape.examples * after[0] * after[1]
         tile = _tile(pixels)
         tiles = triton.cdiv(pixels, tile)
@@ -272,23 +340,41 @@ class CUDATrunk:
             x, weight, out, beside, x.shape[0], pixels, *before, *after, tiles,
             CI=ci, CO=co, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=pads[0], PAD_W=pads[1],
             BACK=back, STATS=not back, PRECISION="tf32x3",
-            BLOCK_M=tile, BLOCK_N=kernels.width(co), BLOCK_K=kernels.width(ci), num_warps=4, num_stages=3,
+            BLOCK_M=tile, BLOCK_N=kernels.width(co), BLOCK_K=kernels.width(ci), num_warps=4,
+            num_stages=3,
         )  # fmt: skip
 
-    def _weight_backward(self, shape: _Shape, x: Tensor, dz: Tensor, factor: Tensor, found: Tensor) -> None:
+    def _weight_backward(
+        self, shape: _Shape, x: Tensor, dz: Tensor, factor: Tensor, found: Tensor
+    ) -> None:
         rows, wide, tall = found.shape[0], kernels.width(shape.ci), kernels.width(shape.co)
         blocks = triton.cdiv(shape.ci, wide) * triton.cdiv(shape.co, tall)
         step = 64 if shape.pixels >= 64 else 32
-        shares = max(1, min(triton.cdiv(shape.pixels, 4 * step), triton.cdiv(_ENOUGH_PROGRAMS, rows * shape.taps * blocks)))
+        shares = max(
+            1,
+            min(
+                triton.cdiv(shape.pixels, 4 * step),
+                triton.cdiv(_ENOUGH_PROGRAMS, rows * shape.taps * blocks),
+            ),
+        )
         share = triton.cdiv(triton.cdiv(shape.pixels, shares), step) * step
         shares = triton.cdiv(shape.pixels, share)
         target = _by_taps(found)
         direct = shares == 1 and target.data_ptr() == found.data_ptr()
-        out = target.unsqueeze(0) if direct else found.new_empty((shares, rows, shape.taps, shape.co, shape.ci)).permute(0, 1, 3, 4, 2)
+        out = (
+            target.unsqueeze(0)
+            if direct
+            else found.new_empty((shares, rows, shape.taps, shape.co, shape.ci)).permute(
+                0, 1, 3, 4, 2
+            )
+        )
         kernels.weight_backward[(shape.taps * shares, rows, blocks)](
-            x, dz, factor, out, x.shape[0], shape.pixels, *shape.before, *shape.after, share, *out.stride(),
-            CI=shape.ci, CO=shape.co, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
-            PRECISION="tf32x3", BLOCK_CI=wide, BLOCK_CO=tall, BLOCK_K=step, num_warps=4, num_stages=3,
+            x, dz, factor, out, x.shape[0], shape.pixels, *shape.before, *shape.after, share,
+            *out.stride(),
+            CI=shape.ci, CO=shape.co, KH=shape.kernel[0], KW=shape.kernel[1],
+            PAD_H=shape.padding[0], PAD_W=shape.padding[1],
+            PRECISION="tf32x3", BLOCK_CI=wide, BLOCK_CO=tall, BLOCK_K=step, num_warps=4,
+            num_stages=3,
         )  # fmt: skip
         if not direct:
             found.copy_(out.sum(0).view(found.shape) if shares > 1 else out[0].reshape(found.shape))
@@ -305,23 +391,35 @@ class _Gradients:
 
     @classmethod
     def of(cls, block: BlockWeights, into: BlockPlaces | None) -> _Gradients:
-        """The given places, and new ones where none is given; the sums for scale and shift are needed anyway."""
+        """The given places, and new ones where none is given; the sums for scale and shift are
+        needed anyway.
+        """
         weight, (bias, gamma, beta) = block.weight.shape, [block.weight.shape[:2]] * 3
         given = BlockPlaces() if into is None else into
         pairs = zip((weight, bias, gamma, beta), given, strict=True)
-        return cls(*(block.weight.new_empty(shape) if place is None else place for shape, place in pairs))
+        return cls(
+            *(block.weight.new_empty(shape) if place is None else place for shape, place in pairs)
+        )
 
     def wanted(self, block: BlockWeights) -> tuple[Tensor | None, ...]:
         """The gradients of what the block has."""
         found = (self.weight, self.bias, self.gamma, self.beta)
-        return tuple(None if leaf is None else gradient for leaf, gradient in zip(block, found, strict=True))
+        return tuple(
+            None if leaf is None else gradient for leaf, gradient in zip(block, found, strict=True)
+        )
 
 
 class _Run(torch.autograd.Function):
     """The trunk in autograd's terms."""
 
     @staticmethod
-    def forward(ctx: Any, trunk: CUDATrunk, prepared: _Prepared, into: Sequence[BlockPlaces] | None, *leaves: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        trunk: CUDATrunk,
+        prepared: _Prepared,
+        into: Sequence[BlockPlaces] | None,
+        *leaves: Tensor | None,
+    ) -> Tensor:
         weights = [BlockWeights(*leaves[n : n + 4]) for n in range(0, len(leaves), 4)]  # type: ignore[arg-type]
         y, ctx.kept, ctx.pick = trunk.forward(prepared, weights)
         ctx.trunk, ctx.prepared, ctx.weights, ctx.into = trunk, prepared, weights, into
@@ -329,7 +427,9 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
-        found = ctx.trunk.backward(ctx.prepared, ctx.weights, ctx.into, ctx.kept, ctx.pick, outputs[0].contiguous())
+        found = ctx.trunk.backward(
+            ctx.prepared, ctx.weights, ctx.into, ctx.kept, ctx.pick, outputs[0].contiguous()
+        )
         ctx.pick = ctx.weights = ctx.into = None
         return (None, None, None, *found)
 
@@ -338,19 +438,34 @@ def _shapes(blocks: Sequence[Block], examples: int, spatial: tuple[int, int]) ->
     shapes = []
     for block in blocks:
         flat = len(block.kernel) == 1
-        kernel, padding = ((1, *block.kernel), (0, *block.padding)) if flat else (block.kernel, block.padding)
+        kernel, padding = (
+            ((1, *block.kernel), (0, *block.padding)) if flat else (block.kernel, block.padding)
+        )
         pool = (1, 2) if flat else (2, 2)
         after = tuple(n + 2 * p - k + 1 for n, p, k in zip(spatial, padding, kernel, strict=True))
         pooled = tuple(n // q for n, q in zip(after, pool, strict=True))
         shapes.append(
-            _Shape(block.conv.in_channels, block.conv.out_channels, kernel, padding, pool, examples, spatial, after, pooled, block.eps)  # type: ignore[arg-type]
+            _Shape(
+                block.conv.in_channels,
+                block.conv.out_channels,
+                kernel,
+                padding,
+                pool,
+                examples,
+                spatial,
+                after,
+                pooled,
+                block.eps,
+            )  # type: ignore[arg-type]
         )
         spatial = pooled  # type: ignore[assignment]
     return shapes
 
 
 def _affine(block: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight, scale and shift as the first layer's kernels want them: each row dense, rows anywhere."""
+    """Weight, scale and shift as the first layer's kernels want them: each row dense, rows
+    anywhere.
+    """
     weight = block.weight if block.weight[0].is_contiguous() else block.weight.contiguous()
     return weight, *_scale_and_shift(block)
 
@@ -369,24 +484,33 @@ def _by_taps(weight: Tensor) -> Tensor:
 
 
 def _moments(images: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
-    """Means `(tasks, features)` and covariances `(tasks, features, features)` of the patches that a first layer sees."""
+    """Means `(tasks, features)` and covariances `(tasks, features, features)` of the patches that a
+    first layer sees.
+    """
     tasks, block, features = len(images), _features(shape), shape.ci * shape.taps
     tiles, share = _shares(shape.pixels, 32, tasks, programs=16 * _ENOUGH_PROGRAMS)
     centre = images.flatten(1).mean(1)
     parts = images.new_empty((tasks, tiles, block, block))
     first_kernels.patch_moments[(tiles, tasks)](
         images, centre, parts, shape.pixels, tiles, share, *shape.before, *shape.after,
-        CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0], PAD_W=shape.padding[1],
+        CI=shape.ci, KH=shape.kernel[0], KW=shape.kernel[1], PAD_H=shape.padding[0],
+        PAD_W=shape.padding[1],
         BLOCK_F=block, BLOCK_P=32, num_warps=1,
     )  # fmt: skip
     moments = parts.double().sum(1) / shape.pixels
     mean = moments[:, features, :features]
     covariance = moments[:, :features, :features] - mean.unsqueeze(2) * mean.unsqueeze(1)
-    return (mean + centre.double().unsqueeze(1)).float().contiguous(), covariance.float().contiguous()
+    return (
+        mean + centre.double().unsqueeze(1)
+    ).float().contiguous(), covariance.float().contiguous()
 
 
-def _shares(entries: int, step: int, others: int, programs: int = 4 * _ENOUGH_PROGRAMS) -> tuple[int, int]:
-    """How many programs share the entries of one row, and how many entries (a multiple of `step`) each takes."""
+def _shares(
+    entries: int, step: int, others: int, programs: int = 4 * _ENOUGH_PROGRAMS
+) -> tuple[int, int]:
+    """How many programs share the entries of one row, and how many entries (a multiple of `step`)
+    each takes.
+    """
     tiles = max(1, min(triton.cdiv(entries, step), triton.cdiv(programs, others)))
     share = triton.cdiv(triton.cdiv(entries, tiles), step) * step
     return triton.cdiv(entries, share), share

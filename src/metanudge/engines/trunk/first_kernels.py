@@ -1,7 +1,8 @@
-"""Triton kernels for a first block whose convolution sees few numbers at a time: nothing of the convolution's size is ever written.
+"""Triton kernels for a first block whose convolution sees few numbers at a time: nothing of the
+convolution's size is ever written.
 
-Its statistics follow from the moments of the data's patches, and its outputs are cheap to make again. Layouts and sums are as in
-`kernels`.
+Its statistics follow from the moments of the data's patches, and its outputs are cheap to make
+again. Layouts and sums are as in `kernels`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def _rounded(x, ROUND: tl.constexpr):
 
 @triton.jit
 def _product(data, factor, total, PRECISION: tl.constexpr):
-    """total + data · factor. With "tf32x2" all of the factor counts, and of the data what TF32 keeps."""
+    """total + data · factor. With "tf32x2" all of the factor counts, and of the data what TF32
+    keeps.
+    """
     if PRECISION == "tf32x2":
         most = _rounded(factor, True)
         total = tl.dot(data, _rounded(factor - most, True), total, input_precision="tf32")
@@ -34,7 +37,9 @@ def _product(data, factor, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _patch(f, KH: tl.constexpr, KW: tl.constexpr):
-    """Place of a patch's entry: channel, row, column (entries are ordered like a convolution's weights)."""
+    """Place of a patch's entry: channel, row, column (entries are ordered like a convolution's
+    weights).
+    """
     return f // (KH * KW), f // KW % KH, f % KW
 
 
@@ -45,7 +50,9 @@ def patch_moments(
     CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Σ p ⊗ (p, 1) over a share of the patches p of a first layer, less the task's centre, `(tasks, tiles, BLOCK_F, BLOCK_F)`."""
+    """Σ p ⊗ (p, 1) over a share of the patches p of a first layer, less the task's centre, `(tasks,
+    tiles, BLOCK_F, BLOCK_F)`.
+    """
     FEATURES: tl.constexpr = CI * KH * KW
     tile = tl.program_id(0)
     task = tl.program_id(1).to(tl.int64)
@@ -62,7 +69,9 @@ def patch_moments(
         real = (m < end)[None, :] & (f < FEATURES)[:, None]
         ok = real & (y >= 0) & (y < height) & (x >= 0) & (x < width)
         source = ((m // (out_height * out_width) * height)[None, :] + y) * width + x
-        patch = tl.where(real, tl.load(images + source * CI + channel[:, None], mask=ok, other=0.0) - middle, 0.0)
+        patch = tl.where(
+            real, tl.load(images + source * CI + channel[:, None], mask=ok, other=0.0) - middle, 0.0
+        )
         patch = tl.where((f == FEATURES)[:, None] & (m < end)[None, :], 1.0, patch)
         total = tl.dot(patch, tl.trans(patch), total, input_precision="tf32x3")
     moments += (task * tiles + tile) * (BLOCK_F * BLOCK_F)
@@ -71,16 +80,25 @@ def patch_moments(
 
 @triton.jit
 def _first_normalisation(
-    weight, gamma, beta, means, covariance, row, task, co, weight_stride, gamma_stride, beta_stride, eps,
+    weight, gamma, beta, means, covariance, row, task, co, weight_stride, gamma_stride,
+    beta_stride, eps,
     CO: tl.constexpr, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of a first layer's output from the moments of its input patches: mean w·m, variance wᵀCw."""
+    """Statistics of a first layer's output from the moments of its input patches: mean w·m,
+    variance wᵀCw.
+    """
     f = tl.arange(0, BLOCK_F)
     known = (f < FEATURES)[:, None] & (co < CO)[None, :]
-    w = tl.load(weight + row * weight_stride + co[None, :] * FEATURES + f[:, None], mask=known, other=0.0)
+    w = tl.load(
+        weight + row * weight_stride + co[None, :] * FEATURES + f[:, None], mask=known, other=0.0
+    )
     m = tl.load(means + task * FEATURES + f, mask=f < FEATURES, other=0.0)
     square = (f < FEATURES)[:, None] & (f < FEATURES)[None, :]
-    c = tl.load(covariance + task * (FEATURES * FEATURES) + f[:, None] * FEATURES + f[None, :], mask=square, other=0.0)
+    c = tl.load(
+        covariance + task * (FEATURES * FEATURES) + f[:, None] * FEATURES + f[None, :],
+        mask=square,
+        other=0.0,
+    )
     cw = tl.dot(c, w, input_precision="ieee")
     mean = tl.sum(w * m[:, None], 0)
     inverse = 1.0 / tl.sqrt(tl.maximum(tl.sum(w * cw, 0), 0.0) + eps)
@@ -91,14 +109,29 @@ def _first_normalisation(
 
 @triton.jit(do_not_specialize=["tasks", "weight_stride", "gamma_stride", "beta_stride"])
 def first_normalisation(
-    weight, gamma, beta, means, covariance, coefficients, tasks, weight_stride, gamma_stride, beta_stride, eps,
+    weight, gamma, beta, means, covariance, coefficients, tasks, weight_stride, gamma_stride,
+    beta_stride, eps,
     CO: tl.constexpr, FEATURES: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scale and shift of the first block's normalisation, `(rows, 2, CO)`."""
     row = tl.program_id(0).to(tl.int64)
     co = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     _, _, _, _, _, scale, shift = _first_normalisation(
-        weight, gamma, beta, means, covariance, row, row % tasks, co, weight_stride, gamma_stride, beta_stride, eps, CO, FEATURES, BLOCK_F
+        weight,
+        gamma,
+        beta,
+        means,
+        covariance,
+        row,
+        row % tasks,
+        co,
+        weight_stride,
+        gamma_stride,
+        beta_stride,
+        eps,
+        CO,
+        FEATURES,
+        BLOCK_F,
     )
     tl.store(coefficients + row * 2 * CO + co, scale, mask=co < CO)
     tl.store(coefficients + (row * 2 + 1) * CO + co, shift, mask=co < CO)
@@ -106,7 +139,8 @@ def first_normalisation(
 
 @triton.jit
 def _first_weights(
-    weight, co, n, CO: tl.constexpr, CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    weight, co, n, CO: tl.constexpr, CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr,
     ROUND: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """The weights that lead from a window to its n-th convolution, `(BLOCK_Q, channels)`."""
@@ -130,12 +164,16 @@ def _better(best, which, value, n):
 def first_forward(
     images, weight, coefficients, out, pick, tasks, weight_stride, pooled, share,
     height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
-    CO: tl.constexpr, CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    CO: tl.constexpr, CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The first block from images `(tasks, examples, height, width, CI)` to pooled outputs; nothing of full size is written.
+    """The first block from images `(tasks, examples, height, width, CI)` to pooled outputs; nothing
+    of full size is written.
 
-    A pooled entry sees a window of (KH + PH − 1) × (KW + PW − 1) pixels, which serves all its PH × PW convolutions.
+    A pooled entry sees a window of (KH + PH − 1) × (KW + PW − 1) pixels, which serves all its PH ×
+    PW convolutions.
     """
     ROUND: tl.constexpr = PRECISION == "tf32"
     ROUND_DATA: tl.constexpr = PRECISION != "tf32x3"
@@ -160,15 +198,28 @@ def first_forward(
         inside = p < end
         y = (p // out_width % out_height * PH - PAD_H)[:, None] + qy[None, :]
         x = (p % out_width * PW - PAD_W)[:, None] + qx[None, :]
-        ok = inside[:, None] & (channel < CI)[None, :] & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        ok = (
+            inside[:, None]
+            & (channel < CI)[None, :]
+            & (y >= 0)
+            & (y < height)
+            & (x >= 0)
+            & (x < width)
+        )
         source = ((p // (out_height * out_width) * height)[:, None] + y) * width + x
-        window = _rounded(tl.load(images + source * CI + channel[None, :], mask=ok, other=0.0), ROUND_DATA)
+        window = _rounded(
+            tl.load(images + source * CI + channel[None, :], mask=ok, other=0.0), ROUND_DATA
+        )
         best = _product(window, w0, none, PRECISION) * scale + shift
         which = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.int32)
         best, which = _better(best, which, _product(window, w1, none, PRECISION) * scale + shift, 1)
         if PH * PW == 4:
-            best, which = _better(best, which, _product(window, w2, none, PRECISION) * scale + shift, 2)
-            best, which = _better(best, which, _product(window, w3, none, PRECISION) * scale + shift, 3)
+            best, which = _better(
+                best, which, _product(window, w2, none, PRECISION) * scale + shift, 2
+            )
+            best, which = _better(
+                best, which, _product(window, w3, none, PRECISION) * scale + shift, 3
+            )
         which = tl.where(best <= 0, DROPPED, which)
         best = tl.where(best <= 0, 0.0, best)  # NaN stays NaN
         kept = inside[:, None] & (co < CO)[None, :]
@@ -179,9 +230,18 @@ def first_forward(
 
 @triton.jit
 def _gathered(
-    sums, n, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_Q: tl.constexpr
+    sums,
+    n,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):
-    """Of sums over windows, those over the patch at the window's n-th place, `(BLOCK_F, channels)`."""
+    """Of sums over windows, those over the patch at the window's n-th place, `(BLOCK_F,
+    channels)`.
+    """
     f = tl.arange(0, BLOCK_F)
     channel, fy, fx = _patch(f, KH, KW)
     q = (channel * (KH + PH - 1) + fy + n // PW) * (KW + PW - 1) + fx + n % PW
@@ -193,11 +253,14 @@ def _gathered(
 def first_sums_backward(
     images, pick, dy, sums, ones, tasks, pooled, tiles, share,
     height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
-    CO: tl.constexpr, CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    CO: tl.constexpr, CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
     PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Σ dy ⊗ chosen patch over a share of the pooled entries, `(rows, tiles, BLOCK_F, CO)`; Σ dy to `ones`."""
+    """Σ dy ⊗ chosen patch over a share of the pooled entries, `(rows, tiles, BLOCK_F, CO)`; Σ dy to
+    `ones`.
+    """
     ROUND: tl.constexpr = PRECISION == "tf32"
     ROUND_DATA: tl.constexpr = PRECISION != "tf32x3"
     tile = tl.program_id(0)
@@ -217,9 +280,18 @@ def first_sums_backward(
         inside = p < end
         y = (p // out_width % out_height * PH - PAD_H)[None, :] + qy[:, None]
         x = (p % out_width * PW - PAD_W)[None, :] + qx[:, None]
-        ok = inside[None, :] & (channel < CI)[:, None] & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        ok = (
+            inside[None, :]
+            & (channel < CI)[:, None]
+            & (y >= 0)
+            & (y < height)
+            & (x >= 0)
+            & (x < width)
+        )
         source = ((p // (out_height * out_width) * height)[None, :] + y) * width + x
-        window = _rounded(tl.load(images + source * CI + channel[:, None], mask=ok, other=0.0), ROUND_DATA)
+        window = _rounded(
+            tl.load(images + source * CI + channel[:, None], mask=ok, other=0.0), ROUND_DATA
+        )
         place = row * pooled * CO + p[:, None] * CO + co[None, :]
         kept = inside[:, None] & (co < CO)[None, :]
         which = tl.load(pick + place, mask=kept, other=255).to(tl.int32)
@@ -232,21 +304,30 @@ def first_sums_backward(
         if PH * PW == 4:
             t2 = _product(window, tl.where(which == 2, g, 0.0), t2, PRECISION)
             t3 = _product(window, tl.where(which == 3, g, 0.0), t3, PRECISION)
-    total = _gathered(t0, 0, KH, KW, PH, PW, BLOCK_F, BLOCK_Q) + _gathered(t1, 1, KH, KW, PH, PW, BLOCK_F, BLOCK_Q)
+    total = _gathered(t0, 0, KH, KW, PH, PW, BLOCK_F, BLOCK_Q) + _gathered(
+        t1, 1, KH, KW, PH, PW, BLOCK_F, BLOCK_Q
+    )
     if PH * PW == 4:
-        total += _gathered(t2, 2, KH, KW, PH, PW, BLOCK_F, BLOCK_Q) + _gathered(t3, 3, KH, KW, PH, PW, BLOCK_F, BLOCK_Q)
+        total += _gathered(t2, 2, KH, KW, PH, PW, BLOCK_F, BLOCK_Q) + _gathered(
+            t3, 3, KH, KW, PH, PW, BLOCK_F, BLOCK_Q
+        )
     sums += (row * tiles + tile) * (BLOCK_F * CO)
-    tl.store(sums + tl.arange(0, BLOCK_F)[:, None] * CO + co[None, :], total, mask=(co < CO)[None, :])
+    tl.store(
+        sums + tl.arange(0, BLOCK_F)[:, None] * CO + co[None, :], total, mask=(co < CO)[None, :]
+    )
     tl.store(ones + (row * tiles + tile) * CO + co, one, mask=co < CO)
 
 
 @triton.jit(do_not_specialize=[
-    "tasks", "tiles", "weight_stride", "gamma_stride", "beta_stride", "dweight_stride", "dgamma_stride", "dbeta_stride", "dbias_stride"
+    "tasks", "tiles", "weight_stride", "gamma_stride", "beta_stride",
+    "dweight_stride", "dgamma_stride", "dbeta_stride", "dbias_stride",
 ])  # fmt: skip
 def first_backward(
     sums, ones, weight, gamma, beta, means, covariance, dweight, dgamma, dbeta, dbias,
-    tasks, tiles, weight_stride, gamma_stride, beta_stride, dweight_stride, dgamma_stride, dbeta_stride, dbias_stride, eps,
-    CO: tl.constexpr, FEATURES: tl.constexpr, BIAS: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr,
+    tasks, tiles, weight_stride, gamma_stride, beta_stride, dweight_stride, dgamma_stride,
+    dbeta_stride, dbias_stride, eps,
+    CO: tl.constexpr, FEATURES: tl.constexpr, BIAS: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the first block from its tiles' sums and the moments of its input."""
     row = tl.program_id(0).to(tl.int64)
@@ -259,10 +340,26 @@ def first_backward(
     sums += row * tiles * (BLOCK_F * CO)
     ones += row * tiles * CO
     for tile in range(tiles):
-        total += tl.load(sums + tile * (BLOCK_F * CO) + f[:, None] * CO + co[None, :], mask=there, other=0.0)
+        total += tl.load(
+            sums + tile * (BLOCK_F * CO) + f[:, None] * CO + co[None, :], mask=there, other=0.0
+        )
         first += tl.load(ones + tile * CO + co, mask=known, other=0.0)
     w, m, cw, mean, inverse, scale, _ = _first_normalisation(
-        weight, gamma, beta, means, covariance, row, row % tasks, co, weight_stride, gamma_stride, beta_stride, eps, CO, FEATURES, BLOCK_F
+        weight,
+        gamma,
+        beta,
+        means,
+        covariance,
+        row,
+        row % tasks,
+        co,
+        weight_stride,
+        gamma_stride,
+        beta_stride,
+        eps,
+        CO,
+        FEATURES,
+        BLOCK_F,
     )
     second = inverse * (tl.sum(w * total, 0) - mean * first)
     dw = scale[None, :] * (total - first[None, :] * m[:, None] - (second * inverse)[None, :] * cw)
@@ -270,4 +367,6 @@ def first_backward(
     tl.store(dbeta + row * dbeta_stride + co, first, mask=known)
     tl.store(dgamma + row * dgamma_stride + co, second, mask=known)
     if BIAS:
-        tl.store(dbias + row * dbias_stride + co, tl.zeros((BLOCK_N,), dtype=tl.float32), mask=known)
+        tl.store(
+            dbias + row * dbias_stride + co, tl.zeros((BLOCK_N,), dtype=tl.float32), mask=known
+        )

@@ -1,4 +1,6 @@
-"""Sets of examples that share weights and convolutions but are normalised apart, as groups of equal size: a set is one or several."""
+"""Sets of examples that share weights and convolutions but are normalised apart, as groups of equal
+size: a set is one or several.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class Groups:
     """The groups of several sets, one after the other; with one set there is one group."""
 
     sizes: tuple[int, ...]  # how many groups each set has
-    mixing: Tensor | None  # (count, count), the mean over the groups of a set; None where every set is one group
+    # (count, count), the mean over the groups of a set; None where every set is one group
+    mixing: Tensor | None
 
     @classmethod
     def of(cls, sets: Sequence[int], like: Tensor) -> Groups:
@@ -23,7 +26,9 @@ class Groups:
         sizes = group_sizes(sets)
         if max(sizes) == 1:
             return cls(sizes, None)
-        return cls(sizes, torch.block_diag(*(like.new_full((size, size), 1 / size) for size in sizes)))
+        return cls(
+            sizes, torch.block_diag(*(like.new_full((size, size), 1 / size) for size in sizes))
+        )
 
     @property
     def count(self) -> int:
@@ -44,7 +49,9 @@ class Groups:
         """Means over the sets from means over the groups, `(rows × count, 1, channels)` both."""
         if self.mixing is None:
             return means
-        return torch.matmul(self.mixing, means.reshape(-1, self.count, means.shape[-1])).view(means.shape)
+        return torch.matmul(self.mixing, means.reshape(-1, self.count, means.shape[-1])).view(
+            means.shape
+        )
 
 
 def group_sizes(sets: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
-"""Triton kernels for blocks of convolution, BatchNorm, ReLU and max-pooling with one set of weights per row.
+"""Triton kernels for blocks of convolution, BatchNorm, ReLU and max-pooling with one set of weights
+per row.
 
-Activations lie as `(rows, examples, height, width, channels)`. Every sum over examples is made tile by tile and then over the tiles in a
-fixed order, so a result does not depend on which tile came first.
+Activations lie as `(rows, examples, height, width, channels)`. Every sum over examples is made tile
+by tile and then over the tiles in a fixed order, so a result does not depend on which tile came
+first.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ def width(channels: int) -> int:
 @triton.jit(do_not_specialize=["row_stride"])
 def pack_weights(
     weight, packed, row_stride, co_stride, ci_stride, tap_stride,
-    CO: tl.constexpr, CI: tl.constexpr, TAPS: tl.constexpr, BLOCK_CO: tl.constexpr, BLOCK_CI: tl.constexpr,
+    CO: tl.constexpr, CI: tl.constexpr, TAPS: tl.constexpr, BLOCK_CO: tl.constexpr,
+    BLOCK_CI: tl.constexpr,
 ):  # fmt: skip
     """Weights that lie in any order as `(rows, taps, co, ci)`."""
     tap = tl.program_id(0) % TAPS
@@ -28,24 +31,38 @@ def pack_weights(
     co = tl.program_id(0) // TAPS * BLOCK_CO + tl.arange(0, BLOCK_CO)
     ci = tl.program_id(2) * BLOCK_CI + tl.arange(0, BLOCK_CI)
     known = (co < CO)[:, None] & (ci < CI)[None, :]
-    source = weight + row * row_stride + tap * tap_stride + co[:, None] * co_stride + ci[None, :] * ci_stride
+    source = (
+        weight
+        + row * row_stride
+        + tap * tap_stride
+        + co[:, None] * co_stride
+        + ci[None, :] * ci_stride
+    )
     value = tl.load(source, mask=known, other=0.0)
-    tl.store(packed + (row * TAPS + tap) * (CO * CI) + co[:, None] * CI + ci[None, :], value.to(packed.dtype.element_ty), mask=known)
+    tl.store(
+        packed + (row * TAPS + tap) * (CO * CI) + co[:, None] * CI + ci[None, :],
+        value.to(packed.dtype.element_ty),
+        mask=known,
+    )
 
 
-@triton.jit(do_not_specialize=["x_rows", "pixels", "height", "width", "out_height", "out_width", "tiles"])
+@triton.jit(
+    do_not_specialize=["x_rows", "pixels", "height", "width", "out_height", "out_width", "tiles"]
+)
 def convolve(
     x, weight, out, stats,
     x_rows, pixels, height, width, out_height, out_width, tiles,
-    CI: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    CI: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
     BACK: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A convolution as a matrix product over shifted pixels.
 
-    `weight` is `(rows, taps, CO, CI)`. With `STATS`, mean and sum of squared deviations of every tile go to `(rows, tiles, 2, CO)`.
-    With `BACK` it is the derivative in the input instead: the taps run backwards, `weight` is `(rows, taps, CI, CO)`, and `stats` holds
-    each row's factor to divide by.
+    `weight` is `(rows, taps, CO, CI)`. With `STATS`, mean and sum of squared deviations of every
+    tile go to `(rows, tiles, 2, CO)`. With `BACK` it is the derivative in the input instead: the
+    taps run backwards, `weight` is `(rows, taps, CI, CO)`, and `stats` holds each row's factor to
+    divide by.
     """
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -70,9 +87,15 @@ def convolve(
             a = tl.load(source + ci[None, :], mask=ok[:, None] & (ci < CI)[None, :], other=0.0)
             known = (ci < CI)[:, None] & (co < CO)[None, :]
             if BACK:
-                b = tl.load(weight + (KH * KW - 1 - tap) * (CI * CO) + ci[:, None] * CO + co[None, :], mask=known, other=0.0)
+                b = tl.load(
+                    weight + (KH * KW - 1 - tap) * (CI * CO) + ci[:, None] * CO + co[None, :],
+                    mask=known,
+                    other=0.0,
+                )
             else:
-                b = tl.load(weight + tap * (CI * CO) + co[None, :] * CI + ci[:, None], mask=known, other=0.0)
+                b = tl.load(
+                    weight + tap * (CI * CO) + co[None, :] * CI + ci[:, None], mask=known, other=0.0
+                )
             total = tl.dot(a, b, total, input_precision=PRECISION)
     if BACK:
         total = total / tl.load(stats + row)
@@ -92,7 +115,9 @@ def normalisation(
     stats, gamma, beta, coefficients, pixels, tiles, gamma_stride, beta_stride, eps,
     CO: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tiles' statistics to `(rows, 4, CO)`: mean, 1/deviation, scale and shift of the normalisation."""
+    """Tiles' statistics to `(rows, 4, CO)`: mean, 1/deviation, scale and shift of the
+    normalisation.
+    """
     row = tl.program_id(0).to(tl.int64)
     co = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     known = co < CO
@@ -101,7 +126,11 @@ def normalisation(
     for begin in range(0, tiles, BLOCK_T):
         t = begin + tl.arange(0, BLOCK_T)
         count = tl.maximum(tl.minimum(pixels - t * TILE, TILE), 0).to(tl.float32)
-        part = tl.load(stats + t[:, None] * 2 * CO + co[None, :], mask=(t < tiles)[:, None] & known[None, :], other=0.0)
+        part = tl.load(
+            stats + t[:, None] * 2 * CO + co[None, :],
+            mask=(t < tiles)[:, None] & known[None, :],
+            other=0.0,
+        )
         mean += tl.sum(part * count[:, None], 0)
     mean = mean / pixels
     squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -109,7 +138,10 @@ def normalisation(
         t = begin + tl.arange(0, BLOCK_T)
         count = tl.maximum(tl.minimum(pixels - t * TILE, TILE), 0).to(tl.float32)
         there = (t < tiles)[:, None] & known[None, :]
-        part = tl.load(stats + t[:, None] * 2 * CO + co[None, :], mask=there, other=0.0) - mean[None, :]
+        part = (
+            tl.load(stats + t[:, None] * 2 * CO + co[None, :], mask=there, other=0.0)
+            - mean[None, :]
+        )
         spread = tl.load(stats + t[:, None] * 2 * CO + CO + co[None, :], mask=there, other=0.0)
         squares += tl.sum(tl.where(there, spread + part * part * count[:, None], 0.0), 0)
     inverse = 1.0 / tl.sqrt(squares / pixels + eps)
@@ -125,7 +157,8 @@ def normalisation(
 @triton.jit(do_not_specialize=["pooled", "height", "width", "out_height", "out_width"])
 def normalise_and_pool(
     z, coefficients, out, pick, pooled, height, width, out_height, out_width,
-    CO: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    CO: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Normalise, ReLU, the largest of each window, and which one it was (the first of equals)."""
     row = tl.program_id(1).to(tl.int64)
@@ -143,7 +176,11 @@ def normalise_and_pool(
     best = tl.load(corner, mask=kept, other=0.0).to(tl.float32) * scale + shift
     which = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.int32)
     for n in tl.static_range(1, PH * PW):
-        value = tl.load(corner + (n // PW * width + n % PW) * CO, mask=kept, other=0.0).to(tl.float32) * scale + shift
+        value = (
+            tl.load(corner + (n // PW * width + n % PW) * CO, mask=kept, other=0.0).to(tl.float32)
+            * scale
+            + shift
+        )
         which = tl.where(value > best, n, which)
         best = tl.where(value > best, value, best)
     which = tl.where(best <= 0, DROPPED, which)
@@ -156,7 +193,8 @@ def normalise_and_pool(
 @triton.jit(do_not_specialize=["pooled", "height", "width", "out_height", "out_width", "tiles"])
 def sums_backward(
     z, coefficients, pick, dy, sums, pooled, height, width, out_height, out_width, tiles,
-    CO: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    CO: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Σ dy, Σ dy·x̂ and max |dy| over a tile of pooled entries, `(rows, tiles, 3, CO)`."""
     tile = tl.program_id(0)
@@ -173,7 +211,11 @@ def sums_backward(
     alive = kept & (which != DROPPED)
     g = tl.load(dy + place, mask=alive, other=0.0).to(tl.float32)
     step = which // PW * width + which % PW
-    chosen = tl.load(z + (((example * height + i) * width + j)[:, None] + step) * CO + co[None, :], mask=alive, other=0.0).to(tl.float32)
+    chosen = tl.load(
+        z + (((example * height + i) * width + j)[:, None] + step) * CO + co[None, :],
+        mask=alive,
+        other=0.0,
+    ).to(tl.float32)
     coefficients += row * 4 * CO
     mean = tl.load(coefficients + co, mask=co < CO, other=0.0)[None, :]
     inverse = tl.load(coefficients + CO + co, mask=co < CO, other=0.0)[None, :]
@@ -186,12 +228,14 @@ def sums_backward(
 @triton.jit(do_not_specialize=["tiles", "gamma_stride", "beta_stride", "bias_stride"])
 def normalisation_backward(
     sums, coefficients, dgamma, dbeta, dbias, factor, tiles, gamma_stride, beta_stride, bias_stride,
-    CO: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    CO: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The tiles' sums to the gradients of scale and shift, and a factor for each row; a bias before the normalisation has none.
+    """The tiles' sums to the gradients of scale and shift, and a factor for each row; a bias before
+    the normalisation has none.
 
-    With `SCALED` the factor is the power of two that brings the row's largest gradient to about 2⁹: in float16 it then has the precision
-    of TF32.
+    With `SCALED` the factor is the power of two that brings the row's largest gradient to about 2⁹:
+    in float16 it then has the precision of TF32.
     """
     row = tl.program_id(0).to(tl.int64)
     sums += row * tiles * 3 * CO
@@ -213,7 +257,9 @@ def normalisation_backward(
         tl.store(dbeta + row * beta_stride + co, first, mask=co < CO)
         tl.store(dgamma + row * gamma_stride + co, second, mask=co < CO)
         if BIAS:
-            tl.store(dbias + row * bias_stride + co, tl.zeros((BLOCK_N,), dtype=tl.float32), mask=co < CO)
+            tl.store(
+                dbias + row * bias_stride + co, tl.zeros((BLOCK_N,), dtype=tl.float32), mask=co < CO
+            )
     if SCALED:
         exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
         exponent = tl.minimum(tl.maximum(263 - exponent, 27), 227)
@@ -222,12 +268,26 @@ def normalisation_backward(
         tl.store(factor + row, 1.0)
 
 
-@triton.jit(do_not_specialize=["gamma_stride", "beta_stride", "pixels", "height", "width", "out_height", "out_width"])
+@triton.jit(
+    do_not_specialize=[
+        "gamma_stride",
+        "beta_stride",
+        "pixels",
+        "height",
+        "width",
+        "out_height",
+        "out_width",
+    ]
+)
 def spread_backward(
-    z, coefficients, pick, dy, dgamma, dbeta, factor, dz, gamma_stride, beta_stride, pixels, height, width, out_height, out_width,
-    CO: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    z, coefficients, pick, dy, dgamma, dbeta, factor, dz, gamma_stride, beta_stride, pixels,
+    height, width, out_height, out_width,
+    CO: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before the normalisation, times the row's factor: dy at the chosen entries, less what mean and deviation take back."""
+    """The gradient before the normalisation, times the row's factor: dy at the chosen entries, less
+    what mean and deviation take back.
+    """
     row = tl.program_id(1).to(tl.int64)
     co = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -255,14 +315,29 @@ def spread_backward(
     tl.store(dz + at, value.to(dz.dtype.element_ty), mask=kept)
 
 
-@triton.jit(do_not_specialize=["x_rows", "pixels", "height", "width", "out_height", "out_width", "share", "share_stride", "row_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "x_rows",
+        "pixels",
+        "height",
+        "width",
+        "out_height",
+        "out_width",
+        "share",
+        "share_stride",
+        "row_stride",
+    ]
+)
 def weight_backward(
     x, dz, factor, out, x_rows, pixels, height, width, out_height, out_width, share,
     share_stride, row_stride, co_stride, ci_stride, tap_stride,
-    CI: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    CI: tl.constexpr, CO: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_CI: tl.constexpr, BLOCK_CO: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the weights for every share of the pixels, laid out as the strides say; each program takes one share and one tap."""
+    """Gradient of the weights for every share of the pixels, laid out as the strides say; each
+    program takes one share and one tap.
+    """
     tap = tl.program_id(0) % (KH * KW)
     part = tl.program_id(0) // (KH * KW)
     row = tl.program_id(1).to(tl.int64)
@@ -281,8 +356,19 @@ def weight_backward(
         w = m % out_width + tap % KW - PAD_W
         ok = inside & (y >= 0) & (y < height) & (w >= 0) & (w < width)
         source = (m // (out_height * out_width) * height + y) * width + w
-        a = tl.load(x + source[None, :] * CI + ci[:, None], mask=ok[None, :] & (ci < CI)[:, None], other=0.0)
-        b = tl.load(dz + m[:, None] * CO + co[None, :], mask=inside[:, None] & (co < CO)[None, :], other=0.0)
+        a = tl.load(
+            x + source[None, :] * CI + ci[:, None], mask=ok[None, :] & (ci < CI)[:, None], other=0.0
+        )
+        b = tl.load(
+            dz + m[:, None] * CO + co[None, :], mask=inside[:, None] & (co < CO)[None, :], other=0.0
+        )
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    place = out + part * share_stride + row * row_stride + tap * tap_stride + co[None, :] * co_stride + ci[:, None] * ci_stride
+    place = (
+        out
+        + part * share_stride
+        + row * row_stride
+        + tap * tap_stride
+        + co[None, :] * co_stride
+        + ci[:, None] * ci_stride
+    )
     tl.store(place, total / tl.load(factor + row), mask=(ci < CI)[:, None] & (co < CO)[None, :])

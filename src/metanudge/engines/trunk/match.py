@@ -1,4 +1,6 @@
-"""Which leading layers of a chain form a trunk: `Conv → BatchNorm → ReLU → MaxPool(2)`, one or more times."""
+"""Which leading layers of a chain form a trunk: `Conv → BatchNorm → ReLU → MaxPool(2)`, one or more
+times.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ POOL_OF: dict[type, type] = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d}
 
 @dataclass(frozen=True)
 class Block:
-    """One block's shape: a convolution with stride 1, BatchNorm on batch statistics, ReLU, max-pooling by 2."""
+    """One block's shape: a convolution with stride 1, BatchNorm on batch statistics, ReLU,
+    max-pooling by 2.
+    """
 
     conv: nn.Conv1d | nn.Conv2d
     norm: nn.BatchNorm1d | nn.BatchNorm2d
@@ -23,7 +27,9 @@ class Block:
 
     def convolved(self, spatial: Sequence[int]) -> tuple[int, ...]:
         """Spatial shape after the convolution."""
-        return tuple(n + 2 * p - k + 1 for n, p, k in zip(spatial, self.padding, self.kernel, strict=True))
+        return tuple(
+            n + 2 * p - k + 1 for n, p, k in zip(spatial, self.padding, self.kernel, strict=True)
+        )
 
     def pooled(self, spatial: Sequence[int]) -> tuple[int, ...]:
         """Spatial shape after the block; an odd last entry is dropped."""
@@ -32,18 +38,26 @@ class Block:
 
 @dataclass(frozen=True)
 class Match:
-    """The trunk of a chain: the layers before it that work on each example alone, its blocks, and how many layers that makes."""
+    """The trunk of a chain: the layers before it that work on each example alone, its blocks, and
+    how many layers that makes.
+    """
 
     before: tuple[nn.Module, ...]
     blocks: tuple[Block, ...]
     layers: int
 
     def fits(self, inputs: Tensor) -> bool:
-        """Whether inputs `(tasks, examples, channels, *spatial)` pass through all blocks; what does not is left to torch to refuse."""
+        """Whether inputs `(tasks, examples, channels, *spatial)` pass through all blocks; what does
+        not is left to torch to refuse.
+        """
         conv = self.blocks[0].conv
         if inputs.ndim != 1 + conv.weight.ndim or inputs.shape[2] != conv.in_channels:
             return False
-        if any(p.dtype != inputs.dtype for block in self.blocks for p in (*block.conv.parameters(), *block.norm.parameters())):
+        if any(
+            p.dtype != inputs.dtype
+            for block in self.blocks
+            for p in (*block.conv.parameters(), *block.norm.parameters())
+        ):
             return False
         spatial: tuple[int, ...] = tuple(inputs.shape[3:])
         for block in self.blocks:
@@ -77,14 +91,29 @@ def _block(layers: Sequence[nn.Module]) -> Block | None:
     kind = type(conv)
     if not isinstance(conv, (nn.Conv1d, nn.Conv2d)) or kind not in NORM_OF:
         return None
-    if not isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d)) or type(norm) is not NORM_OF[kind] or type(relu) is not nn.ReLU:
+    if (
+        not isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d))
+        or type(norm) is not NORM_OF[kind]
+        or type(relu) is not nn.ReLU
+    ):
         return None
-    if not isinstance(pool, (nn.MaxPool1d, nn.MaxPool2d)) or type(pool) is not POOL_OF[kind] or not halves(pool):
+    if (
+        not isinstance(pool, (nn.MaxPool1d, nn.MaxPool2d))
+        or type(pool) is not POOL_OF[kind]
+        or not halves(pool)
+    ):
         return None
-    plain = conv.groups == 1 and conv.padding_mode == "zeros" and {*conv.stride, *conv.dilation} == {1}
+    plain = (
+        conv.groups == 1 and conv.padding_mode == "zeros" and {*conv.stride, *conv.dilation} == {1}
+    )
     batch_statistics = norm.training or norm.running_mean is None
     padding = _padding(conv)
-    if not plain or not batch_statistics or padding is None or norm.num_features != conv.out_channels:
+    if (
+        not plain
+        or not batch_statistics
+        or padding is None
+        or norm.num_features != conv.out_channels
+    ):
         return None
     return Block(conv, norm, tuple(conv.kernel_size), padding, norm.eps)
 
@@ -98,6 +127,15 @@ def _padding(conv: nn.Conv1d | nn.Conv2d) -> tuple[int, ...] | None:
 
 
 def halves(layer: nn.MaxPool1d | nn.MaxPool2d) -> bool:
-    """Whether a max-pooling layer takes the larger of every two entries (along both axes) and does nothing else."""
-    options = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode, layer.return_indices)
+    """Whether a max-pooling layer takes the larger of every two entries (along both axes) and does
+    nothing else.
+    """
+    options = (
+        layer.kernel_size,
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        layer.ceil_mode,
+        layer.return_indices,
+    )
     return type(layer) in (nn.MaxPool1d, nn.MaxPool2d) and options == (2, 2, 0, 1, False, False)

@@ -1,6 +1,8 @@
-"""Max-pooling by 2 as arithmetic on phases: the entries that are first or second in their pairs along every axis.
+"""Max-pooling by 2 as arithmetic on phases: the entries that are first or second in their pairs
+along every axis.
 
-Written with whole tensors, because on a CPU torch's own pooling with indices is several times slower than these few passes.
+Written with whole tensors, because on a CPU torch's own pooling with indices is several times
+slower than these few passes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ FEW = 16  # channels
 
 
 def phases(y: Tensor) -> list[Tensor]:
-    """Views `(rows, examples, *pooled, channels)` of `(rows, examples, *spatial, channels)`, in the order in which torch scans a window.
+    """Views `(rows, examples, *pooled, channels)` of `(rows, examples, *spatial, channels)`, in the
+    order in which torch scans a window.
 
     An odd last entry belongs to no window.
     """
@@ -36,13 +39,17 @@ def _halves(y: Tensor, axis: int) -> Sequence[Tensor]:
 @cache
 def parities(pooled: tuple[int, ...]) -> list[tuple[slice, ...]]:
     """Indices of the phases of a tensor `(rows, examples, *spatial, ...)`."""
-    return [(slice(None), slice(None), *parity) for parity in product(*([slice(i, 2 * n, 2) for i in (0, 1)] for n in pooled))]
+    return [
+        (slice(None), slice(None), *parity)
+        for parity in product(*([slice(i, 2 * n, 2) for i in (0, 1)] for n in pooled))
+    ]
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Σ a b of every channel, `(rows, 1, channels)`, for `(rows, entries, channels)`."""
     if a.shape[-1] <= FEW:
-        return torch.bmm(a.transpose(1, 2), b).diagonal(dim1=1, dim2=2).unsqueeze(1)  # channels by channels, but one pass over memory
+        # channels by channels, but one pass over memory
+        return torch.bmm(a.transpose(1, 2), b).diagonal(dim1=1, dim2=2).unsqueeze(1)
     return (a * b).sum(1, keepdim=True)
 
 
@@ -55,10 +62,13 @@ def largest(of: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def share(g: Tensor, of: Sequence[Tensor]) -> None:
-    """Overwrite each phase with what it gets of the maximum's gradient: all or nothing. Of equals the first wins, as in torch."""
+    """Overwrite each phase with what it gets of the maximum's gradient: all or nothing. Of equals
+    the first wins, as in torch.
+    """
     half = len(of) // 2
     first, second = of if half == 1 else (torch.empty_like(g), torch.empty_like(g))
-    # A comparison written as numbers: a product with booleans converts them first, which takes twice as long.
+    # A comparison written as numbers: a product with booleans converts them first, which takes
+    # twice as long.
     torch.ge(largest(of[:half]), largest(of[half:]), out=first).mul_(g)
     torch.sub(g, first, out=second)
     if half > 1:

@@ -1,7 +1,8 @@
-"""What follows a block's convolution, BatchNorm, ReLU and max-pooling by 2, as one operation that can be differentiated twice (CUDA).
+"""What follows a block's convolution, BatchNorm, ReLU and max-pooling by 2, as one operation that
+can be differentiated twice (CUDA).
 
-With x̂ = (z − mean) r, r = 1/deviation, and g the gradient of the outputs at the entries that were chosen (zero elsewhere), all per
-channel, ⟨·⟩ a mean over examples and pixels:
+With x̂ = (z − mean) r, r = 1/deviation, and g the gradient of the outputs at the entries that were
+chosen (zero elsewhere), all per channel, ⟨·⟩ a mean over examples and pixels:
 
     first:   dz = γ r (g − ⟨g⟩ − x̂⟨g x̂⟩),   dγ = Σ g x̂,   dβ = Σ g.
 
@@ -9,7 +10,8 @@ Along directions h, h_γ and h_β of these three, the second derivatives are
 
     of g:    γ r (h − ⟨h⟩ − x̂⟨h x̂⟩) + h_γ x̂ + h_β   at the chosen entries,
     of γ:    Σ h r (g − ⟨g⟩ − x̂⟨g x̂⟩),
-    of z:    −γ r² [x̂ (⟨h g⟩ − ⟨h⟩⟨g⟩ − ⟨h x̂⟩⟨g x̂⟩) + ⟨h x̂⟩(g − ⟨g⟩ − x̂⟨g x̂⟩) + ⟨g x̂⟩(h − ⟨h⟩ − x̂⟨h x̂⟩)] + h_γ r (g − ⟨g⟩ − x̂⟨g x̂⟩).
+    of z:    −γ r² [x̂ (⟨h g⟩ − ⟨h⟩⟨g⟩ − ⟨h x̂⟩⟨g x̂⟩) + ⟨h x̂⟩(g − ⟨g⟩ − x̂⟨g x̂⟩)
+             + ⟨g x̂⟩(h − ⟨h⟩ − x̂⟨h x̂⟩)] + h_γ r (g − ⟨g⟩ − x̂⟨g x̂⟩).
 
 Layer by layer torch makes some thirty passes over memory of this, here there are two.
 """
@@ -31,7 +33,9 @@ _MOST = 2**31
 
 
 def normalise_and_pool(z: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
-    """Outputs `(examples, channels, height // 2, width // 2)`; scale and shift are `(channels,)`."""
+    """Outputs `(examples, channels, height // 2, width // 2)`; scale and shift are
+    `(channels,)`.
+    """
     channels = z.shape[1]
     gamma = z.new_ones(channels, dtype=torch.float32) if gamma is None else gamma.contiguous()
     beta = z.new_zeros(channels, dtype=torch.float32) if beta is None else beta.contiguous()
@@ -75,7 +79,9 @@ class _Sizes:
     def pooled(self, z: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Room for outputs, channels last."""
         shape = (self.examples, self.channels, *self.after)
-        return torch.empty(shape, dtype=dtype or z.dtype, device=z.device, memory_format=torch.channels_last)
+        return torch.empty(
+            shape, dtype=dtype or z.dtype, device=z.device, memory_format=torch.channels_last
+        )
 
 
 def _last(x: Tensor) -> Tensor:
@@ -88,14 +94,37 @@ class _Tail(torch.autograd.Function):
         sizes = _Sizes.of(z)
         tiles = triton.cdiv(sizes.pixels, _TILE)
         stats = z.new_empty((tiles, 2, sizes.channels), dtype=torch.float32)
-        tail_kernels.statistics[(tiles, sizes.columns)](z, stats, sizes.pixels, BLOCK_M=_TILE, **sizes.blocks)
+        tail_kernels.statistics[(tiles, sizes.columns)](
+            z, stats, sizes.pixels, BLOCK_M=_TILE, **sizes.blocks
+        )
         coefficients = z.new_empty((4, sizes.channels), dtype=torch.float32)
         kernels.normalisation[(1, sizes.columns)](
-            stats, gamma, beta, coefficients, sizes.pixels, tiles, 0, 0, eps, TILE=_TILE, BLOCK_T=64, **sizes.blocks
+            stats,
+            gamma,
+            beta,
+            coefficients,
+            sizes.pixels,
+            tiles,
+            0,
+            0,
+            eps,
+            TILE=_TILE,
+            BLOCK_T=64,
+            **sizes.blocks,
         )
         y, pick = sizes.pooled(z), sizes.pooled(z, torch.uint8)
         kernels.normalise_and_pool[(triton.cdiv(sizes.entries, 32), 1, sizes.columns)](
-            z, coefficients, y, pick, sizes.entries, *sizes.before, *sizes.after, PH=2, PW=2, BLOCK_P=32, **sizes.blocks
+            z,
+            coefficients,
+            y,
+            pick,
+            sizes.entries,
+            *sizes.before,
+            *sizes.after,
+            PH=2,
+            PW=2,
+            BLOCK_P=32,
+            **sizes.blocks,
         )
         ctx.save_for_backward(z, gamma, coefficients, pick)
         return y
@@ -108,18 +137,33 @@ class _Tail(torch.autograd.Function):
 
 class _Back(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dy: Tensor, z: Tensor, gamma: Tensor, coefficients: Tensor, pick: Tensor) -> Any:
+    def forward(
+        ctx: Any, dy: Tensor, z: Tensor, gamma: Tensor, coefficients: Tensor, pick: Tensor
+    ) -> Any:
         dy, sizes = _last(dy), _Sizes.of(z)
         tiles = triton.cdiv(sizes.entries, _TILE)
         sums = z.new_empty((tiles, 3, sizes.channels), dtype=torch.float32)
         kernels.sums_backward[(tiles, 1, sizes.columns)](
-            z, coefficients, pick, dy, sums, sizes.entries, *sizes.before, *sizes.after, tiles, PH=2, PW=2, BLOCK_P=_TILE, **sizes.blocks
+            z,
+            coefficients,
+            pick,
+            dy,
+            sums,
+            sizes.entries,
+            *sizes.before,
+            *sizes.after,
+            tiles,
+            PH=2,
+            PW=2,
+            BLOCK_P=_TILE,
+            **sizes.blocks,
         )
         first = sums[:, :2].sum(0)  # Σ g and Σ g·x̂
         dbeta, dgamma = first
         dz, one = torch.empty_like(z), z.new_ones(1, dtype=torch.float32)
         kernels.spread_backward[(triton.cdiv(sizes.pixels, _TILE), 1, sizes.columns)](
-            z, coefficients, pick, dy, dgamma, dbeta, one, dz, 0, 0, sizes.pixels, *sizes.before, *sizes.after,
+            z, coefficients, pick, dy, dgamma, dbeta, one, dz, 0, 0, sizes.pixels, *sizes.before,
+            *sizes.after,
             PH=2, PW=2, BLOCK_M=_TILE, **sizes.blocks,
         )  # fmt: skip
         ctx.save_for_backward(dy, z, coefficients, pick, first)
@@ -132,10 +176,15 @@ class _Back(torch.autograd.Function):
         h, sizes = _last(h), _Sizes.of(z)
         tiles, shape = triton.cdiv(sizes.pixels, _TILE), (sizes.pixels, *sizes.before, *sizes.after)
         sums = z.new_empty((tiles, 3, sizes.channels), dtype=torch.float32)
-        tail_kernels.sums_twice[(tiles, sizes.columns)](z, coefficients, pick, dy, h, sums, *shape, BLOCK_M=_TILE, **sizes.blocks)
-        factors, dgamma = (z.new_empty(s, dtype=torch.float32) for s in ((7, sizes.channels), (sizes.channels,)))
+        tail_kernels.sums_twice[(tiles, sizes.columns)](
+            z, coefficients, pick, dy, h, sums, *shape, BLOCK_M=_TILE, **sizes.blocks
+        )
+        factors, dgamma = (
+            z.new_empty(s, dtype=torch.float32) for s in ((7, sizes.channels), (sizes.channels,))
+        )
         tail_kernels.factors_twice[(sizes.columns,)](
-            sums, coefficients, first, along_gamma.contiguous(), along_beta.contiguous(), factors, dgamma, sizes.pixels, tiles,
+            sums, coefficients, first, along_gamma.contiguous(), along_beta.contiguous(), factors,
+            dgamma, sizes.pixels, tiles,
             BLOCK_T=64, **sizes.blocks,
         )  # fmt: skip
         dz, ddy = torch.empty_like(z), torch.empty_like(dy)

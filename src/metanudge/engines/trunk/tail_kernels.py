@@ -1,7 +1,7 @@
 """Triton kernels for BatchNorm, ReLU and max-pooling by 2 with second derivatives.
 
-Activations lie as `(examples, height, width, channels)`; see `tail` for the formulas. Sums are made tile by tile as in `kernels`, whose
-kernels for values and first derivatives serve here too.
+Activations lie as `(examples, height, width, channels)`; see `tail` for the formulas. Sums are made
+tile by tile as in `kernels`, whose kernels for values and first derivatives serve here too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def sums_twice(
     z, coefficients, pick, dy, h, sums, pixels, height, width, out_height, out_width,
     CO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Σ h, Σ h·x̂ and Σ h·g over a tile of pixels, `(tiles, 3, CO)`, where g is dy at the chosen entries and zero elsewhere."""
+    """Σ h, Σ h·x̂ and Σ h·g over a tile of pixels, `(tiles, 3, CO)`, where g is dy at the chosen
+    entries and zero elsewhere.
+    """
     tile = tl.program_id(0)
     co = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -40,7 +42,9 @@ def sums_twice(
     i = m // width % height
     j = m % width
     inside = (i // 2 < out_height) & (j // 2 < out_width)
-    place = ((m // (height * width) * out_height + i // 2) * out_width + j // 2)[:, None] * CO + co[None, :]
+    place = ((m // (height * width) * out_height + i // 2) * out_width + j // 2)[:, None] * CO + co[
+        None, :
+    ]
     which = tl.load(pick + place, mask=kept & inside[:, None], other=255).to(tl.int32)
     chosen = kept & inside[:, None] & (which == (i % 2 * 2 + j % 2)[:, None])
     g = tl.load(dy + place, mask=chosen, other=0.0).to(tl.float32)
@@ -60,7 +64,9 @@ def factors_twice(
     sums, coefficients, first, along_gamma, along_beta, factors, dgamma, pixels, tiles,
     CO: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The tiles' sums to the gradient of the scale and the factors `(7, CO)` of `spread_twice`; `first` holds Σ g and Σ g·x̂."""
+    """The tiles' sums to the gradient of the scale and the factors `(7, CO)` of `spread_twice`;
+    `first` holds Σ g and Σ g·x̂.
+    """
     co = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     known = co < CO
     total_h = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -99,7 +105,9 @@ def spread_twice(
     z, coefficients, pick, dy, h, factors, dz, ddy, pixels, height, width, out_height, out_width,
     CO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Gradients before the normalisation, a·g + b·h + c·x̂ + e, and of dy, s·h + t·x̂ + w at the chosen entries."""
+    """Gradients before the normalisation, a·g + b·h + c·x̂ + e, and of dy, s·h + t·x̂ + w at the
+    chosen entries.
+    """
     co = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     known = co < CO
@@ -107,7 +115,9 @@ def spread_twice(
     i = m // width % height
     j = m % width
     inside = (i // 2 < out_height) & (j // 2 < out_width)
-    place = ((m // (height * width) * out_height + i // 2) * out_width + j // 2)[:, None] * CO + co[None, :]
+    place = ((m // (height * width) * out_height + i // 2) * out_width + j // 2)[:, None] * CO + co[
+        None, :
+    ]
     seen = kept & inside[:, None]
     which = tl.load(pick + place, mask=seen, other=255).to(tl.int32)
     member = (i % 2 * 2 + j % 2)[:, None]

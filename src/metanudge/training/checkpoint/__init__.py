@@ -1,12 +1,14 @@
 """Checkpoints that survive a crash at any instant and tell when they are damaged.
 
-A checkpoint is a folder: one safetensors file per group of tensors, `state.json` for everything else, and
-`manifest.json` with the size and sha256 of each file. Nothing is pickled, so loading a stranger's checkpoint runs none
-of its code, and `model.safetensors` opens in any program that reads the format.
+A checkpoint is a folder: one safetensors file per group of tensors, `state.json` for everything
+else, and `manifest.json` with the size and sha256 of each file. Nothing is pickled, so loading a
+stranger's checkpoint runs none of its code, and `model.safetensors` opens in any program that reads
+the format.
 
     store = CheckpointStore("runs/omniglot/checkpoints")
     store.save(
-        step, {"model": model.state_dict()}, {"optimizer": optimizer.state_dict(), "rng": rng_state()}, best=improved
+        step, {"model": model.state_dict()}, {"optimizer": optimizer.state_dict(), "rng":
+        rng_state()}, best=improved
     )
     ...
     checkpoint = store.load()  # or store.load("best"), or store.load(300)
@@ -14,7 +16,8 @@ of its code, and `model.safetensors` opens in any program that reads the format.
     optimizer.load_state_dict(checkpoint.state["optimizer"])
     set_rng_state(checkpoint.state["rng"])
 
-Four parts: values (`pack`, `unpack`), random states, one folder (`save`, `load`), many folders (`CheckpointStore`).
+Four parts: values (`pack`, `unpack`), random states, one folder (`save`, `load`), many folders
+(`CheckpointStore`).
 """
 
 from metanudge.training.checkpoint.errors import CheckpointError

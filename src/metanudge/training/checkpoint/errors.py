@@ -1,4 +1,6 @@
-"""What goes wrong with a checkpoint: each error names the file, what is wrong with it and what to do."""
+"""What goes wrong with a checkpoint: each error names the file, what is wrong with it and what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,13 @@ from pathlib import Path
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; says which file, what is wrong with it and what to do.
+    """A checkpoint could not be written or read; says which file, what is wrong with it and what to
+    do.
 
     Attributes:
         file: the file or folder in question.
-        alternative: the newest earlier intact checkpoint, as a name for `CheckpointStore.load`; None if there is none.
+        alternative: the newest earlier intact checkpoint, as a name for `CheckpointStore.load`;
+            None if there is none.
     """
 
     def __init__(self, file: Path, problem: str, fix: str, alternative: str | None = None) -> None:
@@ -18,7 +22,11 @@ class CheckpointError(RuntimeError):
         self.file, self.problem, self.fix, self.alternative = file, problem, fix, alternative
 
     def __str__(self) -> str:
-        offer = f" Checkpoint {self.alternative!r} is intact: load that one." if self.alternative else ""
+        offer = (
+            f" Checkpoint {self.alternative!r} is intact: load that one."
+            if self.alternative
+            else ""
+        )
         return f"{self.file} {self.problem}. {self.fix}{offer}"
 
 

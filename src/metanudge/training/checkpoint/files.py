@@ -1,6 +1,8 @@
-"""The file system below the checkpoints: writes that are durable, reads and failures that explain themselves.
+"""The file system below the checkpoints: writes that are durable, reads and failures that explain
+themselves.
 
-Everything that changes the disk goes through `disk` in this file, so that tests can stop the program at each call.
+Everything that changes the disk goes through `disk` in this file, so that tests can stop the
+program at each call.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from metanudge.training.files import NEW, is_real_folder, read_bytes
 
 
 class Disk:
-    """Every call that changes the disk, one system call a name: tests replace `disk` to stop the program at each."""
+    """Every call that changes the disk, one system call a name: tests replace `disk` to stop the
+    program at each.
+    """
 
     mkdir = staticmethod(os.mkdir)
     open = staticmethod(os.open)
@@ -55,14 +59,17 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable: until then a power cut may undo a rename or bring a deleted file back."""
+    """Make the names in a folder durable: until then a power cut may undo a rename or bring a
+    deleted file back.
+    """
     if os.name == "nt":  # Windows cannot open folders; NTFS keeps its names in a journal
         return
     descriptor = disk.open(folder, os.O_RDONLY)
     try:
         disk.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # network file systems that cannot sync a folder say so
+        # network file systems that cannot sync a folder say so
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         disk.close(descriptor)
@@ -101,7 +108,9 @@ def exists(folder: Path) -> bool:
     try:
         return is_real_folder(folder)
     except OSError as error:
-        raise CheckpointError(folder, f"cannot be used ({error.strerror})", "Put the folder itself there.") from error
+        raise CheckpointError(
+            folder, f"cannot be used ({error.strerror})", "Put the folder itself there."
+        ) from error
 
 
 def children(folder: Path) -> list[Path]:
@@ -109,7 +118,9 @@ def children(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir()) if exists(folder) else []
     except OSError as error:
-        raise CheckpointError(folder, f"cannot be listed ({error.strerror})", "Change its permissions.") from error
+        raise CheckpointError(
+            folder, f"cannot be listed ({error.strerror})", "Change its permissions."
+        ) from error
 
 
 def read_file(path: Path) -> bytes:
@@ -120,7 +131,9 @@ def read_file(path: Path) -> bytes:
         raise damaged(path, "is missing") from error
     except OSError as error:
         raise CheckpointError(
-            path, f"cannot be read ({error.strerror})", "Check its permissions and the disk; nothing was loaded."
+            path,
+            f"cannot be read ({error.strerror})",
+            "Check its permissions and the disk; nothing was loaded.",
         ) from error
 
 

@@ -1,4 +1,6 @@
-"""The manifest: `manifest.json` vouches with size and sha256 for each file of a checkpoint, and with a seal for itself."""
+"""The manifest: `manifest.json` vouches with size and sha256 for each file of a checkpoint, and
+with a seal for itself.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def seal(document: dict[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint without its seal, which is verified, as is the format version."""
+    """The manifest of a checkpoint without its seal, which is verified, as is the format
+    version.
+    """
     path = folder / MANIFEST
     if not exists(folder):
         raise CheckpointError(folder, "does not exist", "Check the path.")
@@ -29,7 +33,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = sealed.parse_json(data)
         del manifest[sealed.SEAL]
-        # Written again it must give the same bytes: this compares the checksum and everything it does not cover.
+        # Written again it must give the same bytes: this compares the checksum and everything it
+        # does not cover.
         intact = seal(manifest) == data
     except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
@@ -38,7 +43,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("version") != VERSION:
         raise CheckpointError(
             path,
-            f"has format version {manifest.get('version')}, and this metanudge reads version {VERSION}",
+            f"has format version {manifest.get('version')}, and this metanudge reads version"
+            f" {VERSION}",
             "Load it with the metanudge that wrote it, or a newer one.",
         )
     if not _describes(manifest.get("files")) or not _is_count(manifest.get("step")):
@@ -49,7 +55,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _describes(files: Any) -> bool:
     """Whether each file has a size and a sha256."""
     return isinstance(files, dict) and all(
-        isinstance(file, dict) and _is_count(file.get("bytes")) and isinstance(file.get("sha256"), str) for file in files.values()
+        isinstance(file, dict)
+        and _is_count(file.get("bytes"))
+        and isinstance(file.get("sha256"), str)
+        for file in files.values()
     )
 
 
@@ -78,5 +87,8 @@ def read_verified(path: Path, expected: Mapping[str, Any]) -> bytes:
         raise damaged(path, f"has {len(data)} bytes where the manifest says {expected['bytes']}")
     digest = hashlib.sha256(data).hexdigest()
     if digest != expected["sha256"]:
-        raise damaged(path, f"has sha256 {digest[:12]}... where the manifest says {expected['sha256'][:12]}...")
+        raise damaged(
+            path,
+            f"has sha256 {digest[:12]}... where the manifest says {expected['sha256'][:12]}...",
+        )
     return data

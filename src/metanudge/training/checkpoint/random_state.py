@@ -1,4 +1,6 @@
-"""Random states: the global generators of Python, NumPy and torch as one value that a checkpoint holds."""
+"""Random states: the global generators of Python, NumPy and torch as one value that a checkpoint
+holds.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of the global random generators of Python, NumPy and torch (CPU and every GPU), as `save` takes them.
+    """The states of the global random generators of Python, NumPy and torch (CPU and every GPU), as
+    `save` takes them.
 
-    A `torch.Generator` of your own is saved with `generator.get_state()`, a NumPy one with `rng.bit_generator.state`.
+    A `torch.Generator` of your own is saved with `generator.get_state()`, a NumPy one with
+    `rng.bit_generator.state`.
 
     Example:
         >>> before = rng_state()
@@ -31,7 +35,9 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the global random generators back; states of GPUs that this machine does not have are left out."""
+    """Put the global random generators back; states of GPUs that this machine does not have are
+    left out.
+    """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])

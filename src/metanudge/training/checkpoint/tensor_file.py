@@ -32,11 +32,16 @@ DTYPES = {
 def check_tensor(tensor: Tensor, where: str) -> None:
     """Refuse a tensor that the file cannot hold; `where` is its place, for the message."""
     plain = tensor.detach()
-    if type(plain) is not Tensor or plain.layout != torch.strided or plain.is_meta or plain.is_quantized:
+    if (
+        type(plain) is not Tensor
+        or plain.layout != torch.strided
+        or plain.is_meta
+        or plain.is_quantized
+    ):
         kind = f"{type(plain).__name__}, {plain.layout}, {plain.device}"
         raise TypeError(
-            f"{where} is a tensor without plain dense values ({kind}), which a checkpoint cannot hold. "
-            "Convert it first: to_dense(), dequantize(), full_tensor() or materialise it."
+            f"{where} is a tensor without plain dense values ({kind}), which a checkpoint cannot"
+            " hold. Convert it first: to_dense(), dequantize(), full_tensor() or materialise it."
         )
     if plain.dtype not in DTYPES:
         raise TypeError(
@@ -48,15 +53,24 @@ def check_tensor(tensor: Tensor, where: str) -> None:
 def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, tensor by tensor.
 
-    The library's own writer either builds the whole file in memory or reports a full disk without its error code.
+    The library's own writer either builds the whole file in memory or reports a full disk without
+    its error code.
     """
-    # Data of wide types first keeps every tensor aligned to its type; the header keeps the order it was given.
+    # Data of wide types first keeps every tensor aligned to its type; the header keeps the order it
+    # was given.
     ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
     offset, offsets = 0, {}
     for name in ordered:
-        offsets[name] = [offset, offset := offset + tensors[name].numel() * tensors[name].element_size()]
+        offsets[name] = [
+            offset,
+            offset := offset + tensors[name].numel() * tensors[name].element_size(),
+        ]
     header = {
-        name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets[name]}
+        name: {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets[name],
+        }
         for name, tensor in tensors.items()
     }
     text = json.dumps(header).encode()
@@ -65,13 +79,15 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview
     for name in ordered:
         if tensors[name].numel():
             plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
-            # A tensor of one element counts as contiguous whatever its stride, but only stride 1 can be seen as bytes.
+            # A tensor of one element counts as contiguous whatever its stride, but only stride 1
+            # can be seen as bytes.
             yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def decode_tensors(data: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file, in the order of its header."""
-    # Not safetensors.torch.load, which did not know unsigned integers before version 0.6 and loses the order.
+    # Not safetensors.torch.load, which did not know unsigned integers before version 0.6 and loses
+    # the order.
     views = dict(safetensors.deserialize(data))
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     dtypes = {name: dtype for dtype, name in DTYPES.items()}

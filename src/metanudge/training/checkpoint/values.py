@@ -1,8 +1,9 @@
 """Values: any nest of Python values, tensors and arrays ↔ flat tensors and JSON.
 
-A document is plain JSON wherever it can be. What JSON cannot say is a mapping whose first key begins with `$` and tells
-the kind: `{"$tuple": [...]}`, `{"$tensor": name}`. A dictionary that JSON would change, or that has
-such a key itself, is written as its pairs: `{"$dict": [[key, value], ...]}`.
+A document is plain JSON wherever it can be. What JSON cannot say is a mapping whose first key
+begins with `$` and tells the kind: `{"$tuple": [...]}`, `{"$tensor": name}`. A dictionary that JSON
+would change, or that has such a key itself, is written as its pairs: `{"$dict": [[key, value],
+...]}`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,24 @@ from torch import Tensor
 
 from metanudge.training.checkpoint.tensor_file import check_tensor
 
-_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {
+    "$dict": dict,
+    "$OrderedDict": OrderedDict,
+    "$Counter": Counter,
+}
 _DEEPEST = 100
 
 
 def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
     """Split a nested value into its tensors and a JSON document that says where they belong.
 
-    Holds what optimizers, schedulers and random generators put into their states: None, bool, int, float, str, bytes,
-    list, tuple, dict, OrderedDict, Counter (keys of any such type), dense tensors, NumPy arrays and scalars. `unpack`
-    gives it back exactly: types, key types, order, every bit of every number, and the memory layout of tensors (a sum
-    over a channels-last tensor rounds differently from one over its contiguous copy). Tensors lose their device (they
-    come back on the CPU) and shared ones come back as separate copies. Anything else is refused with its place.
+    Holds what optimizers, schedulers and random generators put into their states: None, bool, int,
+    float, str, bytes, list, tuple, dict, OrderedDict, Counter (keys of any such type), dense
+    tensors, NumPy arrays and scalars. `unpack` gives it back exactly: types, key types, order,
+    every bit of every number, and the memory layout of tensors (a sum over a channels-last tensor
+    rounds differently from one over its contiguous copy). Tensors lose their device (they come back
+    on the CPU) and shared ones come back as separate copies. Anything else is refused with its
+    place.
 
     Example:
         >>> tensors, document = pack({0: {"step": torch.tensor(3.0)}, "betas": (0.9, 0.999)})
@@ -55,8 +62,8 @@ def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
     def encode(value: Any, path: tuple[Any, ...]) -> Any:
         if len(path) > _DEEPEST:
             raise ValueError(
-                f"{_spell(path[:3])}... is nested more than {_DEEPEST} levels deep. Does it contain itself? "
-                "Save plain values, such as a state_dict()."
+                f"{_spell(path[:3])}... is nested more than {_DEEPEST} levels deep. Does it contain"
+                " itself? Save plain values, such as a state_dict()."
             )
         kind = type(value)  # exact types only: a subclass would come back as its base
         if value is None or kind is bool:
@@ -64,7 +71,8 @@ def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
         if kind is int:
             return value if value.bit_length() < 64 else {"$int": hex(value)}
         if kind is float:
-            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}  # JSON has no inf, nan
+            # JSON has no inf, nan
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
         if kind is str:
             check_text(value, _spell(path))
             return value
@@ -82,24 +90,32 @@ def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
         if (array := _as_tensor(value)) is not None:
             return {"$array" if kind is np.ndarray else "$scalar": place(array, path)}
         raise TypeError(
-            f"{_spell(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold. "
-            "It holds None, bool, int, float, str, bytes, list, tuple, dict, tensors and NumPy arrays (no subclasses): "
-            "convert it, or save its state_dict()."
+            f"{_spell(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot"
+            " hold. It holds None, bool, int, float, str, bytes, list, tuple, dict, tensors and"
+            " NumPy arrays (no subclasses): convert it, or save its state_dict()."
         )
 
     def encode_mapping(value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
         for key in value:
             if isinstance(key, Tensor):
                 raise TypeError(
-                    f"{_spell(path)} has a tensor as a key, which cannot be told apart from others after loading. "
-                    "For an optimizer, save optimizer.state_dict() instead of optimizer.state."
+                    f"{_spell(path)} has a tensor as a key, which cannot be told apart from others"
+                    " after loading. For an optimizer, save optimizer.state_dict() instead of"
+                    " optimizer.state."
                 )
             if type(key) is str:
                 check_text(key, _spell(path))
-        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        if type(value) is dict and all(
+            type(key) is str and not key.startswith("$") for key in value
+        ):
             return {key: encode(item, (*path, key)) for key, item in value.items()}
         tag = next(tag for tag, mapping in _MAPPINGS.items() if type(value) is mapping)
-        return {tag: [[encode(key, (*path, key)), encode(item, (*path, key))] for key, item in value.items()]}
+        return {
+            tag: [
+                [encode(key, (*path, key)), encode(item, (*path, key))]
+                for key, item in value.items()
+            ]
+        }
 
     document = encode(value, ())
     return tensors, document
@@ -116,7 +132,9 @@ def unpack(tensors: Mapping[str, Tensor], document: Any) -> Any:
         return {key: unpack(tensors, item) for key, item in document.items()}
     content = document[tag]
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag]({unpack(tensors, key): unpack(tensors, item) for key, item in content})
+        return _MAPPINGS[tag](
+            {unpack(tensors, key): unpack(tensors, item) for key, item in content}
+        )
     if tag == "$tensor" and "order" in document:
         order = document["order"]
         inverse = sorted(range(len(order)), key=order.__getitem__)
@@ -147,12 +165,15 @@ def check_text(text: str, where: str) -> None:
     """Refuse text that no file can hold; `where` is its place, for the message."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(
-            f"{where} holds the text {text!a} with a lone surrogate, which no text file can hold. Save it as bytes: os.fsencode(text)."
+            f"{where} holds the text {text!a} with a lone surrogate, which no text file can hold."
+            " Save it as bytes: os.fsencode(text)."
         )
 
 
 def _as_tensor(value: Any) -> Tensor | None:
-    """A NumPy array or scalar as a tensor, or None for anything else and for dtypes that torch does not know."""
+    """A NumPy array or scalar as a tensor, or None for anything else and for dtypes that torch does
+    not know.
+    """
     if type(value) is np.ndarray or isinstance(value, np.generic):
         with suppress(TypeError, ValueError):
             return torch.from_numpy(np.array(value, order="C"))
@@ -160,7 +181,9 @@ def _as_tensor(value: Any) -> Tensor | None:
 
 
 def _layout(tensor: Tensor) -> list[int] | None:
-    """The order of the axes in memory, slowest first, where the tensor is dense but not contiguous."""
+    """The order of the axes in memory, slowest first, where the tensor is dense but not
+    contiguous.
+    """
     if tensor.is_contiguous():
         return None
     order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride()[axis])

@@ -13,12 +13,19 @@ from metanudge.params import Params
 from metanudge.task import TaskBatch
 
 
-def adapted(learner: MetaLearner, batch: TaskBatch, steps: Sequence[int], *, first: int) -> Iterator[tuple[list[int], int, Params]]:
-    """Groups of tasks of a batch, as places in it, with their adapted parameters after each number of steps; largest number first."""
+def adapted(
+    learner: MetaLearner, batch: TaskBatch, steps: Sequence[int], *, first: int
+) -> Iterator[tuple[list[int], int, Params]]:
+    """Groups of tasks of a batch, as places in it, with their adapted parameters after each number
+    of steps; largest number first.
+    """
     problem = learner.problem()
 
     def groups(engine: Engine) -> Iterator[tuple[list[int], int, Params]]:
-        with torch.enable_grad(), engine.session(problem, batch, width=1, seed=0, cost=Cost(), first=first) as inners:
+        with (
+            torch.enable_grad(),
+            engine.session(problem, batch, width=1, seed=0, cost=Cost(), first=first) as inners,
+        ):
             for inner in inners:
                 for k in sorted(steps, reverse=True):
                     yield [place - first for place in inner.places], k, _phi(inner, learner, k)

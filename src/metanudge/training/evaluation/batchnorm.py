@@ -1,4 +1,6 @@
-"""BatchNorm with the statistics of the batch, or with those of the support set, without touching any running statistics."""
+"""BatchNorm with the statistics of the batch, or with those of the support set, without touching
+any running statistics.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from metanudge.problem import Objective
 
 
 def with_support_statistics(model: nn.Module, inputs: Any) -> nn.Module:
-    """A copy of an adapted model in evaluation mode, its BatchNorm layers normalising with the statistics of the support set.
+    """A copy of an adapted model in evaluation mode, its BatchNorm layers normalising with the
+    statistics of the support set.
 
-    This is the inductive protocol: what the copy says about an example does not depend on the other examples it is given.
+    This is the inductive protocol: what the copy says about an example does not depend on the other
+    examples it is given.
 
     Args:
         model: an adapted model, as `MetaLearner.adapt` returns it.
@@ -27,11 +31,13 @@ def with_support_statistics(model: nn.Module, inputs: Any) -> nn.Module:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
         >>> x = torch.tensor([[0.0, 1.0], [2.0, 0.0], [1.0, 3.0]], dtype=torch.float64)
         >>> frozen = with_support_statistics(net, x)
-        >>> bool(torch.allclose(frozen(x), net(x))), bool(torch.allclose(frozen(x[:1]), frozen(x)[:1]))
+        >>> (bool(torch.allclose(frozen(x), net(x))),
+        ...     bool(torch.allclose(frozen(x[:1]), frozen(x)[:1])))
         (True, True)
     """
     statistics = SupportStatistics(model)
-    objective = Objective(statistics.model, nn.functional.cross_entropy)  # knows the forms that inputs may have
+    # knows the forms that inputs may have
+    objective = Objective(statistics.model, nn.functional.cross_entropy)
     measured = statistics.measure(lambda: objective.output((inputs, None)))
     buffers = dict(statistics.model.named_buffers())
     with torch.no_grad():
@@ -43,17 +49,29 @@ def with_support_statistics(model: nn.Module, inputs: Any) -> nn.Module:
 
 
 class SupportStatistics:
-    """A copy of a model that predicts in either BatchNorm protocol without touching any running statistics.
+    """A copy of a model that predicts in either BatchNorm protocol without touching any running
+    statistics.
 
-    Dropout is off in predictions. A layer that is in evaluation mode in the original is frozen and left alone.
+    Dropout is off in predictions. A layer that is in evaluation mode in the original is frozen and
+    left alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        frozen = {name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and not m.training}
+        frozen = {
+            name
+            for name, m in model.named_modules()
+            if isinstance(m, _BatchNorm) and not m.training
+        }
         self.model = copy.deepcopy(model).eval()
-        self.norms = {n: m for n, m in self.model.named_modules() if isinstance(m, _BatchNorm) and n not in frozen}
+        self.norms = {
+            n: m
+            for n, m in self.model.named_modules()
+            if isinstance(m, _BatchNorm) and n not in frozen
+        }
         for norm in self.norms.values():
-            norm.track_running_stats = False  # in training mode: the batch's statistics, and no buffer is written
+            norm.track_running_stats = (
+                False  # in training mode: the batch's statistics, and no buffer is written
+            )
             if norm.running_mean is None:
                 like = next(iter(self.model.parameters()))
                 norm.register_buffer("running_mean", like.new_zeros(norm.num_features))
@@ -71,9 +89,11 @@ class SupportStatistics:
                 norm.training = False
 
     def measure(self, forward: Callable[[], Any]) -> dict[str, Tensor]:
-        """Mean and variance that every BatchNorm layer sees in one forward pass, keyed like `state_dict`.
+        """Mean and variance that every BatchNorm layer sees in one forward pass, keyed like
+        `state_dict`.
 
-        The variance is the one the layer divides by (biased), so that evaluation mode reproduces the pass exactly.
+        The variance is the one the layer divides by (biased), so that evaluation mode reproduces
+        the pass exactly.
         """
         measured: dict[str, Tensor] = {}
 

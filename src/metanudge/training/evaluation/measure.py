@@ -39,7 +39,8 @@ def evaluate_run(
         run: from `metanudge.training.runs.load`.
         tasks: number of tasks; the confidence interval shrinks with its root.
         split: "train", "val" or "test".
-        steps: numbers of adaptation steps to measure; default: a few around the solver's own, which is always among them.
+        steps: numbers of adaptation steps to measure; default: a few around the solver's own, which
+            is always among them.
         progress: called with (tasks done, tasks in all) as it goes.
     """
     check_count("tasks", tasks, why="An evaluation needs at least one task; 1000 are usual.")
@@ -52,7 +53,9 @@ def evaluate_run(
             yield source.batch(indices, split), episode_classes(source, indices, split)
 
     with run.precision():
-        return _evaluate(run.learner, batches(), steps=steps, split=split, total=tasks, progress=progress)
+        return _evaluate(
+            run.learner, batches(), steps=steps, split=split, total=tasks, progress=progress
+        )
 
 
 def evaluate_tasks(
@@ -84,14 +87,22 @@ def evaluate_tasks(
     """
     batch = TaskBatch.of(tasks)
     if classes is not None and len(classes) != len(batch):
-        raise ValueError(f"classes has {len(classes)} entries for {len(batch)} tasks. Give the class names of every task.")
+        raise ValueError(
+            f"classes has {len(classes)} entries for {len(batch)} tasks. Give the class names of"
+            " every task."
+        )
 
     def batches() -> Iterator[tuple[TaskBatch, list[tuple[str, ...]] | None]]:
         for first in range(0, len(batch), TASKS_AT_ONCE):
             chosen = slice(first, first + TASKS_AT_ONCE)
-            yield batch[chosen], None if classes is None else [tuple(names) for names in classes[chosen]]
+            yield (
+                batch[chosen],
+                None if classes is None else [tuple(names) for names in classes[chosen]],
+            )
 
-    return _evaluate(learner, batches(), steps=steps, split=None, total=len(batch), progress=progress)
+    return _evaluate(
+        learner, batches(), steps=steps, split=None, total=len(batch), progress=progress
+    )
 
 
 def default_steps(own: int) -> tuple[int, ...]:
@@ -104,8 +115,12 @@ def default_steps(own: int) -> tuple[int, ...]:
     return tuple(sorted({own, *(k for k in (0, 1, 2, 5, 10) if k <= 2 * own)}))
 
 
-def episode_classes(source: Episodes, indices: Sequence[int], split: Split) -> list[tuple[str, ...]] | None:
-    """The names of the classes that episodes are made of, in the order of their labels; None for a source without classes."""
+def episode_classes(
+    source: Episodes, indices: Sequence[int], split: Split
+) -> list[tuple[str, ...]] | None:
+    """The names of the classes that episodes are made of, in the order of their labels; None for a
+    source without classes.
+    """
     return source.episode_classes(indices, split) if isinstance(source, ClassEpisodes) else None
 
 
@@ -121,8 +136,9 @@ def _evaluate(
     problem = learner.problem()
     if problem.objective.takes_model:
         raise TypeError(
-            "This evaluation looks at outputs, which loss(model, batch) hides. Use learner.evaluate(tasks) for losses, or "
-            "give the learner a loss of the form loss(output, target)."
+            "This evaluation looks at outputs, which loss(model, batch) hides. Use"
+            " learner.evaluate(tasks) for losses, or give the learner a loss of the form"
+            " loss(output, target)."
         )
     own = int(getattr(learner.solver, "steps"))  # noqa: B009 — not in the protocol, but every solver has it
     wanted = sorted({*(default_steps(own) if steps is None else _checked(steps)), own})
@@ -159,5 +175,8 @@ def _evaluate(
 def _checked(steps: Sequence[int]) -> Sequence[int]:
     for k in steps:
         if k < 0:
-            raise ValueError(f"steps={k} cannot be taken. Use 0 for the initialisation itself, or a positive number.")
+            raise ValueError(
+                f"steps={k} cannot be taken. Use 0 for the initialisation itself, or a positive"
+                " number."
+            )
     return steps

@@ -9,7 +9,9 @@ from metanudge.training.files import replacing
 
 
 def plot_steps(report: EvaluationReport, path: Path | str, *, title: str = "") -> None:
-    """Draw accuracy (or query loss) against the number of adaptation steps, with confidence intervals, into an image file."""
+    """Draw accuracy (or query loss) against the number of adaptation steps, with confidence
+    intervals, into an image file.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -23,8 +25,18 @@ def plot_steps(report: EvaluationReport, path: Path | str, *, title: str = "") -
         values = [getattr(row, what) for row in rows]
         errors = [getattr(row, f"{what}_ci95") for row in rows]
         label = f"BatchNorm {protocol}" if protocol else "mean, 95 % confidence"
-        axes.errorbar([row.steps for row in rows], values, yerr=errors, marker="o", markersize=4, capsize=3, label=label)
-    axes.axvline(report.steps, color="0.7", linewidth=1, linestyle=":", zorder=0, label="as trained")
+        axes.errorbar(
+            [row.steps for row in rows],
+            values,
+            yerr=errors,
+            marker="o",
+            markersize=4,
+            capsize=3,
+            label=label,
+        )
+    axes.axvline(
+        report.steps, color="0.7", linewidth=1, linestyle=":", zorder=0, label="as trained"
+    )
     axes.set_xlabel("adaptation steps")
     axes.set_ylabel("query accuracy" if report.classification else "query loss")
     axes.set_title(title or f"{report.tasks} {report.split or ''} tasks")

@@ -28,7 +28,9 @@ class Predictor:
         self._outputs = Outputs(Objective(self._statistics.model, learner.loss)).eval()
         self._loss = learner.loss
         self._cannot_stack = False
-        self.protocols: tuple[BatchNormProtocol | None, ...] = ("transductive", "inductive") if self._statistics.norms else (None,)
+        self.protocols: tuple[BatchNormProtocol | None, ...] = (
+            ("transductive", "inductive") if self._statistics.norms else (None,)
+        )
 
     def task(self, phi: Params, support: Batch, query: Batch) -> list[tuple[Tensor, Tensor]]:
         """(loss, output) per protocol; works inside `vmap` and outside."""
@@ -37,12 +39,16 @@ class Predictor:
         if None not in self.protocols:
             with self._statistics.batch_statistics():
                 found.append(functional_call(self._outputs, parameters, (query,)))
-            measured = self._statistics.measure(lambda: functional_call(self._outputs, parameters, (support,)))
+            measured = self._statistics.measure(
+                lambda: functional_call(self._outputs, parameters, (support,))
+            )
             parameters |= {self.PREFIX + n: leaf for n, leaf in measured.items()}
         found.append(functional_call(self._outputs, parameters, (query,)))
         return [(self._loss(output, query[1]), output) for output in found]
 
-    def group(self, phi: Params, tasks: Sequence[Task], *, stacked: bool) -> list[tuple[Tensor, Tensor]]:
+    def group(
+        self, phi: Params, tasks: Sequence[Task], *, stacked: bool
+    ) -> list[tuple[Tensor, Tensor]]:
         """The same for tasks of equal shape; every tensor has a leading task axis."""
         with uninterrupted(), torch.no_grad():
             if stacked and len(tasks) > 1 and not self._cannot_stack:
@@ -50,10 +56,18 @@ class Predictor:
                 try:
                     return vmap(self.task, randomness="same")(phi, stack.support, stack.query)
                 except RuntimeError:
-                    self._cannot_stack = True  # the loop below gives the same numbers, or a better error
-            each = [self.task({n: leaf[r] for n, leaf in phi.items()}, t.support, t.query) for r, t in enumerate(tasks)]
+                    self._cannot_stack = (
+                        True  # the loop below gives the same numbers, or a better error
+                    )
+            each = [
+                self.task({n: leaf[r] for n, leaf in phi.items()}, t.support, t.query)
+                for r, t in enumerate(tasks)
+            ]
         columns = zip(*each, strict=True)
-        return [(torch.stack([c[0] for c in column]), torch.stack([c[1] for c in column])) for column in columns]
+        return [
+            (torch.stack([c[0] for c in column]), torch.stack([c[1] for c in column]))
+            for column in columns
+        ]
 
 
 class Outputs(nn.Module):

@@ -18,10 +18,12 @@ class StepResult:
     Attributes:
         steps: adaptation steps taken; 0 is the initialisation itself.
         batch_norm: how BatchNorm layers normalised the queries; None for a model without them.
-        loss, loss_ci95: mean query loss and the half-width of its 95 % confidence interval over tasks.
+        loss, loss_ci95: mean query loss and the half-width of its 95 % confidence interval over
+            tasks.
         accuracy, accuracy_ci95: the same for the accuracy; NaN for regression.
         worst_decile: mean accuracy over the tenth of the tasks that went worst.
-        diverged: tasks whose outputs were not finite; their examples count as wrong, and their loss is left out.
+        diverged: tasks whose outputs were not finite; their examples count as wrong, and their loss
+            is left out.
     """
 
     steps: int
@@ -50,9 +52,11 @@ class EvaluationReport:
     Attributes:
         tasks: number of tasks.
         split: the split they were drawn from, if from a source.
-        steps: the solver's own number of steps, at which `accuracy`, `classes` and `task_accuracies` are taken.
+        steps: the solver's own number of steps, at which `accuracy`, `classes` and
+            `task_accuracies` are taken.
         rows: one per number of steps and BatchNorm protocol.
-        classes: per class, worst first; empty for regression. By place in the episode ("label 0") where classes have no names.
+        classes: per class, worst first; empty for regression. By place in the episode ("label 0")
+            where classes have no names.
         task_accuracies, task_losses: per task, for comparisons of two learners task by task.
         seconds: how long it took.
     """
@@ -67,12 +71,17 @@ class EvaluationReport:
     seconds: float
 
     def at(self, steps: int, batch_norm: BatchNormProtocol | None = None) -> StepResult:
-        """The row for a number of steps; of a BatchNorm model the transductive one unless `batch_norm` says otherwise."""
+        """The row for a number of steps; of a BatchNorm model the transductive one unless
+        `batch_norm` says otherwise.
+        """
         for row in self.rows:
             if row.steps == steps and batch_norm in (None, row.batch_norm):
                 return row
         known = sorted({row.steps for row in self.rows})
-        raise ValueError(f"There is no result for steps={steps}, batch_norm={batch_norm!r}. Steps measured: {known}.")
+        raise ValueError(
+            f"There is no result for steps={steps}, batch_norm={batch_norm!r}. Steps measured:"
+            f" {known}."
+        )
 
     @property
     def main(self) -> StepResult:
@@ -98,7 +107,8 @@ class EvaluationReport:
             if row.steps == self.steps:
                 how = f", BatchNorm {row.batch_norm}" if row.batch_norm else ""
                 value = (
-                    f"accuracy {row.accuracy:.2%} ± {row.accuracy_ci95:.2%}, worst decile {row.worst_decile:.2%}"
+                    f"accuracy {row.accuracy:.2%} ± {row.accuracy_ci95:.2%}, worst decile"
+                    f" {row.worst_decile:.2%}"
                     if self.classification
                     else f"query loss {row.loss:.4g} ± {row.loss_ci95:.2g}"
                 )
@@ -107,26 +117,44 @@ class EvaluationReport:
     def _table(self) -> Iterator[str]:
         """One line per number of steps, the BatchNorm protocols side by side."""
         protocols = list(dict.fromkeys(row.batch_norm for row in self.rows))
-        titles = "accuracy           worst decile      loss" if self.classification else "query loss        "
+        titles = (
+            "accuracy           worst decile      loss"
+            if self.classification
+            else "query loss        "
+        )
         if protocols != [None]:
-            yield "       " + "   │ ".join(f"{f'BatchNorm {protocol}':{len(titles)}}" for protocol in protocols).rstrip()
+            yield (
+                "       "
+                + "   │ ".join(
+                    f"{f'BatchNorm {protocol}':{len(titles)}}" for protocol in protocols
+                ).rstrip()
+            )
         yield "steps  " + "   │ ".join([titles] * len(protocols)).rstrip()
         for steps in dict.fromkeys(row.steps for row in self.rows):
             rows = [row for row in self.rows if row.steps == steps]
             line = f"{steps:5d}  " + "   │ ".join(self._cells(row) for row in rows)
             line += "   ← as trained" if steps == self.steps else ""
             diverged = max(row.diverged for row in rows)
-            yield line.rstrip() + (f"   diverged on {diverged} of {self.tasks} tasks" if diverged else "")
+            yield line.rstrip() + (
+                f"   diverged on {diverged} of {self.tasks} tasks" if diverged else ""
+            )
 
     def _cells(self, row: StepResult) -> str:
         if not self.classification:
             return f"{row.loss:8.4g} ± {row.loss_ci95:<7.2g}"
-        return f"{row.accuracy:7.2%} ± {row.accuracy_ci95:6.2%}   {row.worst_decile:12.2%}  {row.loss:8.4g}"
+        return (
+            f"{row.accuracy:7.2%} ± {row.accuracy_ci95:6.2%}   {row.worst_decile:12.2%} "
+            f" {row.loss:8.4g}"
+        )
 
     def _class_lines(self) -> Iterator[str]:
         if not self.classes:
             return
-        shown = self.classes if len(self.classes) <= 10 else (*self.classes[:5], None, *self.classes[-3:])
+        shown = (
+            self.classes
+            if len(self.classes) <= 10
+            else (*self.classes[:5], None, *self.classes[-3:])
+        )
         width = max(len(c.name) for c in shown if c)
         yield ""
         yield f"accuracy by class, worst first ({len(self.classes)} classes)"

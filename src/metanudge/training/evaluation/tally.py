@@ -22,7 +22,9 @@ class Tally:
     def add(self, places: Sequence[int], loss: Tensor, output: Tensor, target: Any) -> None:
         """Note tasks; `loss` is `(tasks,)`, `output` `(tasks, num_query, ...)`."""
         finite = torch.isfinite(output).flatten(1).all(1) & torch.isfinite(loss)
-        self.losses.update(zip(places, torch.where(finite, loss.double(), math.nan).tolist(), strict=True))
+        self.losses.update(
+            zip(places, torch.where(finite, loss.double(), math.nan).tolist(), strict=True)
+        )
         if _is_classification(output, target):
             hits = (output.argmax(-1) == target) & finite[:, None]
             self.hits.update(zip(places, hits.cpu(), strict=True))
@@ -32,7 +34,10 @@ class Tally:
     @property
     def accuracies(self) -> list[float]:
         """Per task, in the order of the tasks."""
-        return [math.nan if h is None else float(h.double().mean()) for _, h in sorted(self.hits.items(), key=lambda item: item[0])]
+        return [
+            math.nan if h is None else float(h.double().mean())
+            for _, h in sorted(self.hits.items(), key=lambda item: item[0])
+        ]
 
     def result(self, steps: int, protocol: BatchNormProtocol | None) -> StepResult:
         """The summary over tasks."""
@@ -67,13 +72,17 @@ class ClassTally:
     @property
     def classes(self) -> tuple[ClassAccuracy, ...]:
         """Worst first."""
-        found = [ClassAccuracy(name, hits / count, count) for name, (hits, count) in self._counts.items()]
+        found = [
+            ClassAccuracy(name, hits / count, count) for name, (hits, count) in self._counts.items()
+        ]
         return tuple(sorted(found, key=lambda c: (c.accuracy, c.name)))
 
 
 def _is_classification(output: Tensor, target: Any) -> bool:
     """Whether `(tasks, n, classes)` outputs meet `(tasks, n)` integer labels."""
-    integer = isinstance(target, Tensor) and not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
+    integer = isinstance(target, Tensor) and not (
+        target.is_floating_point() or target.is_complex() or target.dtype == torch.bool
+    )
     return integer and output.ndim == 3 and target.ndim == 2 and output.shape[2] > 1
 
 

@@ -1,10 +1,11 @@
 """The spec language of the command line: `NAME`, or `NAME:key=value,key=value`.
 
-    fobmaml:nu=0.1,stencil=forward        gradient_descent:lr=0.1,steps=5        adam:lr=0.01,betas=(0.9,0.99)
-    torch_optimizer:optimizer=adam,steps=5,lr=0.01        conv4:channels=32        my_package.nets:Net:width=64
+    fobmaml:nu=0.1,stencil=forward   gradient_descent:lr=0.1,steps=5   adam:lr=0.01,betas=(0.9,0.99)
+    torch_optimizer:optimizer=adam,steps=5,lr=0.01    conv4:channels=32    my_package:Net:width=64
 
-Names match whatever their case, `-` and `_` (`FO-MAML`, `fomaml`). Values are converted to the types that the target declares, and
-the target itself judges them. `str` of a parsed spec writes it in one fixed way, so that two specs mean the same when they are equal.
+Names match whatever their case, `-` and `_` (`FO-MAML`, `fomaml`). Values are converted to the
+types that the target declares, and the target itself judges them. `str` of a parsed spec writes it
+in one fixed way, so that two specs mean the same when they are equal.
 """
 
 from metanudge.training.specs.build import (

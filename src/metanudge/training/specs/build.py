@@ -1,4 +1,6 @@
-"""Solver, estimator and outer optimizer from their specs. What is exported by its package can be named, in snake or lower case."""
+"""Solver, estimator and outer optimizer from their specs. What is exported by its package can be
+named, in snake or lower case.
+"""
 
 from __future__ import annotations
 
@@ -34,32 +36,55 @@ def _concrete_solvers() -> dict[str, Any]:
 
 def _all_optimizers() -> dict[str, OptimizerFactory]:
     classes = [*vars(torch.optim).values(), *(getattr(optim, name) for name in optim.__all__)]
-    wanted = [c for c in classes if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer]
+    wanted = [
+        c
+        for c in classes
+        if isinstance(c, type)
+        and issubclass(c, torch.optim.Optimizer)
+        and c is not torch.optim.Optimizer
+    ]
     return {c.__name__.lower(): c for c in wanted}
 
 
 SOLVERS: dict[str, Any] = _concrete_solvers()
-ESTIMATORS_BY_NAME: dict[str, Any] = {estimator.__name__.lower(): estimator for estimator in ESTIMATORS}
+ESTIMATORS_BY_NAME: dict[str, Any] = {
+    estimator.__name__.lower(): estimator for estimator in ESTIMATORS
+}
 OPTIMIZERS: dict[str, OptimizerFactory] = _all_optimizers()
 
 
 def parse_solver(text: str, kind: TaskKind = "classification") -> Spec:
-    """A solver's spec, with its options converted; `auto` becomes what suits the tasks (squared errors curve more than cross-entropy)."""
+    """A solver's spec, with its options converted; `auto` becomes what suits the tasks (squared
+    errors curve more than cross-entropy).
+    """
     if normal(text) == "auto":
-        return Spec("gradient_descent", {"lr": 0.1 if kind == "classification" else 0.01, "steps": 5})
+        return Spec(
+            "gradient_descent", {"lr": 0.1 if kind == "classification" else 0.01, "steps": 5}
+        )
     name, raw = split("--solver", text)
     name = known(name, ("auto", *SOLVERS), "--solver", "solver")
     if name == "auto":
-        raise UserError("--solver auto takes no options. Name the solver: gradient_descent:lr=0.1,steps=5.")
+        raise UserError(
+            "--solver auto takes no options. Name the solver: gradient_descent:lr=0.1,steps=5."
+        )
     if SOLVERS[name] is not TorchOptimizer:
         return Spec(name, convert(raw, SOLVERS[name], "--solver", name))
     own = {"optimizer", "steps", "tol", "batch_size"}
     values = convert({k: v for k, v in raw.items() if k in own}, TorchOptimizer, "--solver", name)
     if "optimizer" not in values:
-        raise UserError("--solver torch_optimizer needs an optimizer, e.g. torch_optimizer:optimizer=adam,steps=5,lr=0.01.")
+        raise UserError(
+            "--solver torch_optimizer needs an optimizer, e.g."
+            " torch_optimizer:optimizer=adam,steps=5,lr=0.01."
+        )
     values["optimizer"] = known(values["optimizer"], OPTIMIZERS, "--solver", "optimizer")
     rest = {key: value for key, value in raw.items() if key not in own}
-    return Spec(name, values | convert(rest, OPTIMIZERS[values["optimizer"]], "--solver", values["optimizer"], also=sorted(own)))
+    return Spec(
+        name,
+        values
+        | convert(
+            rest, OPTIMIZERS[values["optimizer"]], "--solver", values["optimizer"], also=sorted(own)
+        ),
+    )
 
 
 def build_solver(text: str, kind: TaskKind = "classification") -> Solver:
@@ -104,11 +129,16 @@ def parse_optimizer(text: str) -> Spec:
 
 
 def parameter_groups(learner: MetaLearner, lam_lr: float | None) -> list[Any]:
-    """What an outer optimizer optimises: the learner's parameters; log λ, where it is learned, in a group without weight decay."""
+    """What an outer optimizer optimises: the learner's parameters; log λ, where it is learned, in a
+    group without weight decay.
+    """
     if learner.log_lam is None:
         return list(learner.parameters())
     own = {} if lam_lr is None else {"lr": lam_lr}
-    return [{"params": list(learner.model.parameters())}, {"params": list(learner.lam_parameters()), "weight_decay": 0.0, **own}]
+    return [
+        {"params": list(learner.model.parameters())},
+        {"params": list(learner.lam_parameters()), "weight_decay": 0.0, **own},
+    ]
 
 
 def build_optimizer(text: str, parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -117,7 +147,8 @@ def build_optimizer(text: str, parameters: Iterable[Any]) -> torch.optim.Optimiz
     closure = inspect.signature(OPTIMIZERS[spec.name].step).parameters.get("closure")  # type: ignore[attr-defined]
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
-            f"--optimizer {spec.name} evaluates the objective several times per step and needs it to stay the same, which a "
-            "stream of tasks does not. Use another, such as adam:lr=0.01; as inner solver it is --solver lbfgs."
+            f"--optimizer {spec.name} evaluates the objective several times per step and needs it"
+            " to stay the same, which a stream of tasks does not. Use another, such as"
+            " adam:lr=0.01; as inner solver it is --solver lbfgs."
         )
     return make("--optimizer", spec.name, OPTIMIZERS[spec.name], list(parameters), **spec.options)

@@ -1,4 +1,6 @@
-"""Text ↔ names and options: `NAME`, or `NAME:key=value,key=value`. Values stay text here; their types are the target's affair."""
+"""Text ↔ names and options: `NAME`, or `NAME:key=value,key=value`. Values stay text here; their
+types are the target's affair.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def known(name: str, names: Iterable[str], flag: str, what: str) -> str:
         suggestion = near(normal(name), spelled)
         for plain, candidate in spelled.items():
             suggestion = suggestion.replace(f"'{plain}'", f"'{candidate}'")
-        raise UserError(f"{flag}: there is no {what} {name!r}.{suggestion} The choices are {', '.join(spelled.values())}.")
+        raise UserError(
+            f"{flag}: there is no {what} {name!r}.{suggestion} The choices are"
+            f" {', '.join(spelled.values())}."
+        )
     return spelled[normal(name)]
 
 
@@ -64,7 +69,9 @@ def split_options(text: str, where: str) -> dict[str, str]:
         key, equals, value = part.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key.isidentifier():
-            raise UserError(f"{where}: {part.strip()!r} is not an option. Write key=value,key=value.")
+            raise UserError(
+                f"{where}: {part.strip()!r} is not an option. Write key=value,key=value."
+            )
         if key in options:
             raise UserError(f"{where}: the option {key!r} is given twice. Keep one of them.")
         options[key] = value.strip()
@@ -103,7 +110,12 @@ def show(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, str):
-        plain = re.fullmatch(r"[A-Za-z_./~][\w./~+-]*", value) and value.lower() not in ("true", "false", "none", "null")
+        plain = re.fullmatch(r"[A-Za-z_./~][\w./~+-]*", value) and value.lower() not in (
+            "true",
+            "false",
+            "none",
+            "null",
+        )
         return value if plain else repr(value)
     if isinstance(value, (tuple, list, dict)):
         return repr(value).replace(", ", ",") if not _holds_text(value) else repr(value)
@@ -112,4 +124,7 @@ def show(value: Any) -> str:
 
 def _holds_text(value: Any) -> bool:
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return any(isinstance(item, str) or (isinstance(item, (tuple, list, dict)) and _holds_text(item)) for item in items)
+    return any(
+        isinstance(item, str) or (isinstance(item, (tuple, list, dict)) and _holds_text(item))
+        for item in items
+    )

@@ -1,4 +1,6 @@
-"""The model from its spec: one of ours, or the user's own as `module:attribute`, sized for the data."""
+"""The model from its spec: one of ours, or the user's own as `module:attribute`, sized for the
+data.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def build_model(text: str, shapes: Shapes) -> nn.Module:
         return factory
     model = make("--model", spec.name, factory, **(_sizes(factory, shapes) | dict(spec.options)))
     if not isinstance(model, nn.Module):
-        raise UserError(f"--model {spec.name} made a {type(model).__name__}, not an nn.Module. Name a class or function that makes one.")
+        raise UserError(
+            f"--model {spec.name} made a {type(model).__name__}, not an nn.Module. Name a class or"
+            " function that makes one."
+        )
     return model
 
 
@@ -76,9 +81,13 @@ def _model_factory(text: str) -> tuple[str, dict[str, str], Any]:
 
 def _import(module: str, attribute: str) -> Any:
     if module.partition(".")[0] in sys.stdlib_module_names:
-        raise UserError(f"--model {module}:{attribute}: {module} is a module of Python itself and makes no nn.Module. Name one of yours.")
+        raise UserError(
+            f"--model {module}:{attribute}: {module} is a module of Python itself and makes no"
+            " nn.Module. Name one of yours."
+        )
     here = os.getcwd()
-    if here not in sys.path:  # the installed command does not look in the current folder, `python -m` does
+    # the installed command does not look in the current folder, `python -m` does
+    if here not in sys.path:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module)
@@ -86,15 +95,25 @@ def _import(module: str, attribute: str) -> Any:
             found = getattr(found, part)
     except (ImportError, ValueError) as error:
         raise UserError(
-            f"--model {module}:{attribute}: the module {module!r} cannot be imported ({error}). "
-            "Give it as Python would import it from the current folder, e.g. my_nets:Net for my_nets.py."
+            f"--model {module}:{attribute}: the module {module!r} cannot be imported ({error})."
+            " Give it as Python would import it from the current folder, e.g. my_nets:Net for"
+            " my_nets.py."
         ) from error
     except AttributeError as error:
         names = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
-        raise UserError(f"--model {module}:{attribute}: {error}.{near(attribute, names)}") from error
+        raise UserError(
+            f"--model {module}:{attribute}: {error}.{near(attribute, names)}"
+        ) from error
     if not _makes_modules(found):
-        what = f"the class {found.__qualname__}" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise UserError(f"--model {module}:{attribute} is {what}. Name a subclass of nn.Module, or a function of yours that makes one.")
+        what = (
+            f"the class {found.__qualname__}"
+            if isinstance(found, type)
+            else f"a {type(found).__name__}"
+        )
+        raise UserError(
+            f"--model {module}:{attribute} is {what}. Name a subclass of nn.Module, or a function"
+            " of yours that makes one."
+        )
     return found
 
 
@@ -108,7 +127,9 @@ def _makes_modules(found: Any) -> bool:
         return _makes_modules(found.func)
     function = inspect.unwrap(found)
     home = str(getattr(function, "__module__", "")).partition(".")[0]
-    return (inspect.isfunction(function) or inspect.ismethod(function)) and home not in sys.stdlib_module_names
+    return (
+        inspect.isfunction(function) or inspect.ismethod(function)
+    ) and home not in sys.stdlib_module_names
 
 
 def _suitable(shapes: Shapes) -> str:

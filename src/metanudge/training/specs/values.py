@@ -25,7 +25,12 @@ def typed(text: str, hint: Any, where: str) -> Any:
         if converted is not _NO:
             return converted
     wanted = " or ".join(dict.fromkeys(_spell(kind) for kind in _alternatives(hint)))
-    words = [str(word) for kind in _alternatives(hint) if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
+    words = [
+        str(word)
+        for kind in _alternatives(hint)
+        if typing.get_origin(kind) is Literal
+        for word in typing.get_args(kind)
+    ]
     raise UserError(f"{where}={text} is not {wanted}.{near(text, words)}")
 
 
@@ -37,7 +42,9 @@ def _alternatives(hint: Any) -> list[Any]:
         if type(None) in typing.get_args(hint):
             found = [kind for kind in found if kind is not Any] + [type(None)]
         # Text fits everything, so it comes last.
-        return sorted((kind for kind in found if kind is not torch.Tensor), key=lambda kind: kind is str)
+        return sorted(
+            (kind for kind in found if kind is not torch.Tensor), key=lambda kind: kind is str
+        )
     if hint is type(None):
         return [type(None)]
     return [hint]
@@ -49,7 +56,9 @@ def _try(text: str, kind: Any) -> Any:
     if kind is type(None):
         return None if word in ("none", "null") else _NO
     if kind is bool:
-        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(word, _NO)
+        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(
+            word, _NO
+        )
     if kind in (int, float):
         try:
             return kind(text)
@@ -58,7 +67,11 @@ def _try(text: str, kind: Any) -> Any:
     if origin is Literal:
         literal = _literal(text)
         return literal if literal in typing.get_args(kind) else _NO
-    if kind is str or (isinstance(kind, type) and issubclass(kind, os.PathLike)) or origin is os.PathLike:
+    if (
+        kind is str
+        or (isinstance(kind, type) and issubclass(kind, os.PathLike))
+        or origin is os.PathLike
+    ):
         literal = _literal(text)
         return literal if isinstance(literal, str) else text
     container = origin if isinstance(origin, type) else kind if isinstance(kind, type) else None
@@ -97,7 +110,9 @@ def _names(text: str) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Numbers, quoted text, tuples, lists and dicts as Python writes them (true/false/none too); anything else is text."""
+    """Numbers, quoted text, tuples, lists and dicts as Python writes them (true/false/none too);
+    anything else is text.
+    """
     words = {"true": True, "false": False, "none": None, "null": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -110,9 +125,17 @@ def _literal(text: str) -> Any:
 def _spell(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return " or ".join(map(str, typing.get_args(kind)))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "none",
+    }
     if kind in names:
         return names[kind]
     if _of_names(kind):
         return "a list such as [a,b]"
-    return "a list such as (1,2)" if typing.get_origin(kind) in (tuple, list, Sequence) else str(kind)
+    return (
+        "a list such as (1,2)" if typing.get_origin(kind) in (tuple, list, Sequence) else str(kind)
+    )

@@ -1,19 +1,26 @@
-"""Using a trained learner: a few examples per class in, labels with probabilities out, and the adapted model to take away.
+"""Using a trained learner: a few examples per class in, labels with probabilities out, and the
+adapted model to take away.
 
     from metanudge.training.use import adapt
     classifier = adapt("runs/omniglot", "support/")             # one sub-folder per class
     for found in classifier.predict("unknown/"):
         print(found.file, found.label, found.probability)
-    classifier.export("model/")                                 # state_dict, class names, torch.export program
+    classifier.export("model/")                                 # state_dict, classes, torch.export
 
-Models with BatchNorm are used inductively: after adaptation every BatchNorm layer keeps the statistics of the support set, so what
-is said about a file does not depend on the other files.
+Models with BatchNorm are used inductively: after adaptation every BatchNorm layer keeps the
+statistics of the support set, so what is said about a file does not depend on the other files.
 """
 
 from metanudge.training.use.adaptation import adapt
 from metanudge.training.use.classifier import Classifier
 from metanudge.training.use.export import PROGRAM, WEIGHTS
-from metanudge.training.use.files import DESCRIPTION, check_new_file, check_new_folder, new_file, new_folder
+from metanudge.training.use.files import (
+    DESCRIPTION,
+    check_new_file,
+    check_new_folder,
+    new_file,
+    new_folder,
+)
 from metanudge.training.use.predictions import Prediction, write_predictions
 from metanudge.training.use.preprocessing import Preprocessing
 

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.training.use.examples import examples_to_label, explained
-from metanudge.training.use.export import PROGRAM, WEIGHTS, has_batch_norm, save_program, save_weights
+from metanudge.training.use.export import (
+    PROGRAM,
+    WEIGHTS,
+    has_batch_norm,
+    save_program,
+    save_weights,
+)
 from metanudge.training.use.files import DESCRIPTION, new_folder
 from metanudge.training.use.predictions import Prediction
 from metanudge.training.use.preprocessing import Preprocessing
@@ -52,9 +58,11 @@ class Classifier:
         return logits
 
     def predict(self, path: str | os.PathLike[str]) -> Iterator[Prediction]:
-        """Predictions for a folder of files (flat or nested), a single file or a table, in the order of the sorted names.
+        """Predictions for a folder of files (flat or nested), a single file or a table, in the
+        order of the sorted names.
 
-        Files are read a few at a time, as the predictions are asked for. Hidden files are passed over.
+        Files are read a few at a time, as the predictions are asked for. Hidden files are passed
+        over.
         """
         with explained():
             examples = examples_to_label(Path(path), self.preprocessing, self.classes)
@@ -63,15 +71,20 @@ class Classifier:
                 chances = self.logits(self.preprocessing.tensor(raw)).double().softmax(1).cpu()
                 for (file, truth, _), row in zip(part, chances, strict=True):
                     best = int(row.argmax())
-                    yield Prediction(file, self.classes[best], float(row[best]), tuple(row.tolist()), truth)
+                    yield Prediction(
+                        file, self.classes[best], float(row[best]), tuple(row.tolist()), truth
+                    )
 
-    def export(self, folder: str | os.PathLike[str], *, program: bool = True, overwrite: bool = False) -> Path:
-        """Write the adapted model to a new folder; what was written is read again and checked before it gets its name.
+    def export(
+        self, folder: str | os.PathLike[str], *, program: bool = True, overwrite: bool = False
+    ) -> Path:
+        """Write the adapted model to a new folder; what was written is read again and checked
+        before it gets its name.
 
         - `model.safetensors`: the state_dict.
         - `model.json`: class names, preprocessing, and what made it.
-        - `program.pt2`: a `torch.export` program (any batch size), which runs without metanudge and without the model's code. Its
-          logits equal the model's to 1e-5.
+        - `program.pt2`: a `torch.export` program (any batch size), which runs without metanudge and
+          without the model's code. Its logits equal the model's to 1e-5.
 
         Args:
             folder: where to; must not exist.
@@ -88,9 +101,13 @@ class Classifier:
                 "torch": torch.__version__,
                 "classes": list(self.classes),
                 "support_examples": dict(zip(self.classes, self.counts, strict=True)),
-                "batch_norm": "statistics of the support set" if has_batch_norm(self.model) else None,
+                "batch_norm": (
+                    "statistics of the support set" if has_batch_norm(self.model) else None
+                ),
                 "outputs": "logits, one per class in this order; softmax gives probabilities",
                 "preprocessing": asdict(self.preprocessing),
             }
-            (temporary / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            (temporary / DESCRIPTION).write_text(
+                json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
         return Path(folder)

@@ -25,22 +25,32 @@ def read_support(path: Path, how: Preprocessing) -> tuple[Tensor, list[str], Pre
         how.check(values, path)
         return values, table.labels, replace(how, columns=table.columns)
     if not path.is_dir():
-        raise UserError(f"--support {path} is neither a folder nor a .csv table. Give a folder with one sub-folder per class.")
+        raise UserError(
+            f"--support {path} is neither a folder nor a .csv table. Give a folder with one"
+            " sub-folder per class."
+        )
     read = read_folder(path, image_size=how.image_size, grey=how.grey)
     how.check(read.examples, f"--support {path}")
     return read.examples, read.labels, how
 
 
-def examples_to_label(path: Path, how: Preprocessing, classes: Sequence[str]) -> Iterator[tuple[str, str | None, Tensor]]:
+def examples_to_label(
+    path: Path, how: Preprocessing, classes: Sequence[str]
+) -> Iterator[tuple[str, str | None, Tensor]]:
     """Name, true class if known, and raw tensor of every example."""
     if _is_table(path):
         yield from _rows(path, how, classes)
         return
     if not path.exists():
-        raise UserError(f"--predict {path} does not exist. Give a folder of files, one file, or a .csv table.")
+        raise UserError(
+            f"--predict {path} does not exist. Give a folder of files, one file, or a .csv table."
+        )
     files = [path] if path.is_file() else examples_among(_visible_files(path), path)
     if not files:
-        raise UserError(f"--predict {path} holds no files that are examples. Put the files to be labelled into it.")
+        raise UserError(
+            f"--predict {path} holds no files that are examples. Put the files to be labelled"
+            " into it."
+        )
     root = path.parent if path.is_file() else path
     for file in files:
         raw = read_file(file, size=how.image_size, grey=how.grey)
@@ -53,8 +63,12 @@ def _is_table(path: Path) -> bool:
     return path.suffix.lower() in TABLES and path.is_file()
 
 
-def _rows(path: Path, how: Preprocessing, classes: Sequence[str]) -> Iterator[tuple[str, str | None, Tensor]]:
-    table = read_csv(path, label=how.label, features=how.columns, delimiter=how.delimiter, labelled=False)
+def _rows(
+    path: Path, how: Preprocessing, classes: Sequence[str]
+) -> Iterator[tuple[str, str | None, Tensor]]:
+    table = read_csv(
+        path, label=how.label, features=how.columns, delimiter=how.delimiter, labelled=False
+    )
     values = torch.from_numpy(table.values)
     how.check(values, path)
     for number, (row, label) in enumerate(zip(values, table.labels, strict=True), start=1):
@@ -62,17 +76,27 @@ def _rows(path: Path, how: Preprocessing, classes: Sequence[str]) -> Iterator[tu
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    found = (file for file in folder.rglob("*") if all(is_visible(part) for part in file.relative_to(folder).parts))
+    found = (
+        file
+        for file in folder.rglob("*")
+        if all(is_visible(part) for part in file.relative_to(folder).parts)
+    )
     return sorted(file for file in found if file.is_file())
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """What the readers refuse becomes a `UserError`; their messages name the file and the fix already."""
+    """What the readers refuse becomes a `UserError`; their messages name the file and the fix
+    already.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        told = str(error) if error.errno is None else f"{error.filename} cannot be read ({error.strerror})."
+        told = (
+            str(error)
+            if error.errno is None
+            else f"{error.filename} cannot be read ({error.strerror})."
+        )
         raise UserError(told) from error

@@ -21,7 +21,10 @@ def save_weights(model: nn.Module, file: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     # Tensors that share memory cannot be stored as they are.
-    saved = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
+    saved = {
+        name: tensor.detach().cpu().clone().contiguous()
+        for name, tensor in model.state_dict().items()
+    }
     save_file(saved, file)
     os.chmod(file, 0o666 & ~umask())  # safetensors makes files that only their owner can read
     again = load_file(file)
@@ -39,7 +42,9 @@ def save_program(model: nn.Module, file: Path, *, inputs: Tensor) -> None:
     """
     example = inputs[:2] if len(inputs) > 1 else inputs.repeat(2, *[1] * (inputs.ndim - 1))
     try:
-        exported = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+        exported = torch.export.export(
+            model, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},)
+        )
         torch.export.save(exported, file)
         again = torch.export.load(file).module()
     except Exception as error:  # tracing runs the user's own code; it can raise anything
@@ -53,8 +58,9 @@ def save_program(model: nn.Module, file: Path, *, inputs: Tensor) -> None:
             difference = float((again(checked) - model(checked)).abs().max())
         if not difference <= LARGEST_EXPORT_ERROR:
             raise UserError(
-                f"The torch.export program gives other logits than the model (by {difference:.2g}), so it was not kept. "
-                "Export without it: --no-program, or export(..., program=False)."
+                f"The torch.export program gives other logits than the model (by {difference:.2g}),"
+                " so it was not kept. Export without it: --no-program, or export(...,"
+                " program=False)."
             )
 
 

@@ -1,4 +1,6 @@
-"""Files and folders that get their name once they are complete, and never take another's place unasked."""
+"""Files and folders that get their name once they are complete, and never take another's place
+unasked.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ DESCRIPTION = "model.json"  # every exported model has it; a folder without is n
 
 @contextmanager
 def new_file(path: Path, *, overwrite: bool, flag: str) -> Iterator[IO[str]]:
-    """A text file that gets its name when the block ends well, and leaves no trace when it does not."""
+    """A text file that gets its name when the block ends well, and leaves no trace when it does
+    not.
+    """
     check_new_file(path, overwrite=overwrite, flag=flag)
     try:
         with replacing(path) as stream:
@@ -28,27 +32,41 @@ def new_file(path: Path, *, overwrite: bool, flag: str) -> Iterator[IO[str]]:
             yield file
             file.detach()
     except OSError as error:
-        raise UserError(f"{flag} {path} cannot be written ({error.strerror}). Free some space or choose another place.") from error
+        raise UserError(
+            f"{flag} {path} cannot be written ({error.strerror}). Free some space or choose another"
+            " place."
+        ) from error
 
 
 def check_new_file(path: Path, *, overwrite: bool, flag: str) -> None:
     """Raise `UserError` where `new_file` would, as far as can be told beforehand."""
     if path.is_dir():
-        raise UserError(f"{flag} {path} is a folder. Name a file, such as {path / 'predictions.csv'}.")
+        raise UserError(
+            f"{flag} {path} is a folder. Name a file, such as {path / 'predictions.csv'}."
+        )
     if path.exists() and not overwrite:
-        raise UserError(f"{flag} {path} exists already. Choose another name, or replace it with --overwrite.")
+        raise UserError(
+            f"{flag} {path} exists already. Choose another name, or replace it with --overwrite."
+        )
     if not path.parent.is_dir():
-        raise UserError(f"{flag} {path}: there is no folder {path.parent}. Create it first, or choose another place.")
+        raise UserError(
+            f"{flag} {path}: there is no folder {path.parent}. Create it first, or choose another"
+            " place."
+        )
 
 
 @contextmanager
 def new_folder(path: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
-    """A folder that gets its name when the block ends well; one that is replaced must hold `mark`, the sign that we made it."""
+    """A folder that gets its name when the block ends well; one that is replaced must hold `mark`,
+    the sign that we made it.
+    """
     check_new_folder(path, overwrite=overwrite, mark=mark)
     try:
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
     except OSError as error:
-        raise UserError(f"--export {path} cannot be written ({error.strerror}). Choose another place.") from error
+        raise UserError(
+            f"--export {path} cannot be written ({error.strerror}). Choose another place."
+        ) from error
     try:
         yield temporary
         os.chmod(temporary, 0o777 & ~umask())
@@ -56,7 +74,10 @@ def new_folder(path: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
             shutil.rmtree(path)
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"--export {path} cannot be written ({error.strerror}). Free some space or choose another place.") from error
+        raise UserError(
+            f"--export {path} cannot be written ({error.strerror}). Free some space or choose"
+            " another place."
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -64,10 +85,17 @@ def new_folder(path: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
 def check_new_folder(path: Path, *, overwrite: bool, mark: str = DESCRIPTION) -> None:
     """Raise `UserError` where `new_folder` would."""
     if path.exists() and not (overwrite and (path / mark).is_file()):
-        how = "or replace it with --overwrite" if (path / mark).is_file() else "it is not an exported model, so it is not replaced"
+        how = (
+            "or replace it with --overwrite"
+            if (path / mark).is_file()
+            else "it is not an exported model, so it is not replaced"
+        )
         raise UserError(f"--export {path} exists already. Choose another name; {how}.")
     if not path.parent.is_dir():
-        raise UserError(f"--export {path}: there is no folder {path.parent}. Create it first, or choose another place.")
+        raise UserError(
+            f"--export {path}: there is no folder {path.parent}. Create it first, or choose another"
+            " place."
+        )
 
 
 def umask() -> int:

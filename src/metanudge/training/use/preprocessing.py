@@ -30,12 +30,15 @@ class Preprocessing:
         input_shape: of one example, channels first.
         dtype: of the inputs.
         grey: images get one channel instead of three.
-        image_size: (height, width) that images are resized to with a Lanczos filter; None for inputs that are no images.
+        image_size: (height, width) that images are resized to with a Lanczos filter; None for
+            inputs that are no images.
         invert: dark becomes 1 and light 0 (Omniglot: ink 1, paper 0); otherwise light is 1.
         label: the label's column in a table.
-        columns: the columns with numbers, in order; None for all but the label, in the file's order.
+        columns: the columns with numbers, in order; None for all but the label, in the file's
+            order.
         delimiter: what separates the cells of a table; None for what its first line is made with.
-        mean, scale: taken from and divided out of the numbers of an example, one each; None where they are left as they are.
+        mean, scale: taken from and divided out of the numbers of an example, one each; None where
+            they are left as they are.
     """
 
     input_shape: tuple[int, ...]
@@ -68,7 +71,8 @@ class Preprocessing:
         )
 
     def tensor(self, raw: Tensor) -> Tensor:
-        """Raw examples `(n, ...)` as model inputs: uint8 to [0, 1], floats to `dtype`, other integers (token numbers) as they are.
+        """Raw examples `(n, ...)` as model inputs: uint8 to [0, 1], floats to `dtype`, other
+        integers (token numbers) as they are.
 
         Where the training data were standardised, all are numbers and get the same mean and scale.
         """
@@ -80,28 +84,47 @@ class Preprocessing:
         return raw.to(dtype) if raw.is_floating_point() or raw.dtype == torch.bool else raw.long()
 
     def check(self, raw: Tensor, where: object) -> None:
-        """Refuse examples of another shape than the model's, and numbers that are not finite as inputs."""
+        """Refuse examples of another shape than the model's, and numbers that are not finite as
+        inputs.
+        """
         if tuple(raw.shape[1:]) != self.input_shape:
-            kind = f"{self.input_shape[0]} numbers" if len(self.input_shape) == 1 else f"shape {self.input_shape}"
+            kind = (
+                f"{self.input_shape[0]} numbers"
+                if len(self.input_shape) == 1
+                else f"shape {self.input_shape}"
+            )
             raise UserError(
-                f"{where} has shape {tuple(raw.shape[1:])}, but the run was trained on examples of {kind}. "
-                "Give data of the same kind, or use a run that was trained on this kind."
+                f"{where} has shape {tuple(raw.shape[1:])}, but the run was trained on examples of"
+                f" {kind}. Give data of the same kind, or use a run that was trained on this kind."
             )
         inputs = self.tensor(raw)
         if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
-            raise UserError(f"{where} holds NaN, infinity or numbers too large for {self.dtype}. Correct it or leave it out.")
+            raise UserError(
+                f"{where} holds NaN, infinity or numbers too large for {self.dtype}. Correct it or"
+                " leave it out."
+            )
 
 
 def _table_options(run: Run) -> dict[str, Any]:
     """Label, columns and delimiter of the table that a run was trained on."""
 
-    def table(*, label: str = "label", features: tuple[str, ...] | None = None, delimiter: str | None = None) -> None:
+    def table(
+        *,
+        label: str = "label",
+        features: tuple[str, ...] | None = None,
+        delimiter: str | None = None,
+    ) -> None:
         """Declares the options; never called."""
 
     raw = split_options(run.config.data_options, "--data-options")
     wanted = {key: value for key, value in raw.items() if key in ("label", "features", "delimiter")}
-    options = {"label": "label", "delimiter": None, **convert(wanted, table, "--data-options", "of a .csv file")}
-    columns = options.pop("features", None) or run.shapes.columns  # their order matters to the model
+    options = {
+        "label": "label",
+        "delimiter": None,
+        **convert(wanted, table, "--data-options", "of a .csv file"),
+    }
+    # their order matters to the model
+    columns = options.pop("features", None) or run.shapes.columns
     if columns is None and Path(run.config.data).is_file():
         columns = [c for c in read_header(run.config.data, **options) if c != options["label"]]
     return {**options, "columns": None if columns is None else tuple(columns)}

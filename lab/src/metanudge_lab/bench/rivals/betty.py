@@ -1,7 +1,8 @@
 """betty 0.1.1: iMAML as two `ImplicitProblem`s, the linear system by its conjugate gradient.
 
-Its conjugate gradient is exact for one iteration only: later search directions are made from the old residual instead of the new one, so
-with five iterations it does the work of iMAML and returns another vector. What is compared here is the time.
+Its conjugate gradient is exact for one iteration only: later search directions are made from the
+old residual instead of the new one, so with five iterations it does the work of iMAML and returns
+another vector. What is compared here is the time.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ Batch = tuple[Tensor, Tensor]
 
 
 def prepare(workload: Workload, *, cg_steps: int = 5) -> Prepared:
-    """An engine whose run is one meta-step: K inner steps for each task, the outer problem accumulating their gradients."""
-    configs, problems = importlib.import_module("betty.configs"), importlib.import_module("betty.problems")
+    """An engine whose run is one meta-step: K inner steps for each task, the outer problem
+    accumulating their gradients.
+    """
+    configs, problems = (
+        importlib.import_module("betty.configs"),
+        importlib.import_module("betty.problems"),
+    )
     engine = importlib.import_module("betty.engine").Engine
     importlib.import_module("betty.logging.logger_base").get_logger().setLevel(logging.WARNING)
     base: Any = problems.ImplicitProblem
@@ -38,7 +44,9 @@ def prepare(workload: Workload, *, cg_steps: int = 5) -> Prepared:
             return workload.loss(self.inner(batch[0]), batch[1])
 
         def custom_optimizer_step(self) -> None:
-            result.update({name: p.grad for name, p in self.module.named_parameters() if p.grad is not None})
+            result.update(
+                {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+            )
 
     class Inner(base):
         def get_batch(self) -> Batch:
@@ -55,7 +63,10 @@ def prepare(workload: Workload, *, cg_steps: int = 5) -> Prepared:
 
     device = str(workload.device)
     outer = Outer(
-        "outer", configs.Config(gradient_accumulation=tasks, retain_graph=True, first_order=True), workload.copy_model(), device=device
+        "outer",
+        configs.Config(gradient_accumulation=tasks, retain_graph=True, first_order=True),
+        workload.copy_model(),
+        device=device,
     )
     module = workload.copy_model()
     inner = Inner(
@@ -79,5 +90,13 @@ def prepare(workload: Workload, *, cg_steps: int = 5) -> Prepared:
 
 
 CONTENDERS = (
-    Contender("betty-imaml", "iMAML, 5 CG steps, betty", "betty-ml", "iMAML", prepare, "betty", "pip install 'metanudge-lab[rivals]'"),
+    Contender(
+        "betty-imaml",
+        "iMAML, 5 CG steps, betty",
+        "betty-ml",
+        "iMAML",
+        prepare,
+        "betty",
+        "pip install 'metanudge-lab[rivals]'",
+    ),
 )

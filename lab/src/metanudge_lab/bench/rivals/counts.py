@@ -7,7 +7,9 @@ from metanudge_lab.bench.workload import Workload
 
 
 def maml(workload: Workload) -> Work:
-    """K support gradients, one query gradient, and a Hessian product for each step on the way back."""
+    """K support gradients, one query gradient, and a Hessian product for each step on the way
+    back.
+    """
     return Work(workload.steps, 1, workload.steps)
 
 

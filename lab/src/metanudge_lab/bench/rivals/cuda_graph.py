@@ -1,4 +1,6 @@
-"""The `vmap` MAML recorded once as a CUDA graph and replayed: no Python and no launches between its kernels."""
+"""The `vmap` MAML recorded once as a CUDA graph and replayed: no Python and no launches between its
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from metanudge_lab.bench.workload import Workload
 
 
 def prepare(workload: Workload, *, second_order: bool) -> Prepared:
-    """Record a step; every replay first copies the tasks to where the recording reads them, as a training loop must."""
+    """Record a step; every replay first copies the tasks to where the recording reads them, as a
+    training loop must.
+    """
     model, theta = vmap.model_and_theta(workload)
     compute = vmap.meta_gradient(workload, model, second_order=second_order)
     tasks = [*workload.support, *workload.query]
@@ -30,12 +34,28 @@ def prepare(workload: Workload, *, second_order: bool) -> Prepared:
         graph.replay()
         return result
 
-    return Prepared(step, lambda: counts.maml(workload) if second_order else counts.fomaml(workload), engine=lambda: "CUDA graph")
+    return Prepared(
+        step,
+        lambda: counts.maml(workload) if second_order else counts.fomaml(workload),
+        engine=lambda: "CUDA graph",
+    )
 
 
 CONTENDERS = (
-    Contender("graph-maml", "MAML, vmap in a CUDA graph", "torch", "MAML", lambda w: prepare(w, second_order=True), cuda_only=True),
     Contender(
-        "graph-fomaml", "FO-MAML, vmap in a CUDA graph", "torch", "FO-MAML", lambda w: prepare(w, second_order=False), cuda_only=True
+        "graph-maml",
+        "MAML, vmap in a CUDA graph",
+        "torch",
+        "MAML",
+        lambda w: prepare(w, second_order=True),
+        cuda_only=True,
+    ),
+    Contender(
+        "graph-fomaml",
+        "FO-MAML, vmap in a CUDA graph",
+        "torch",
+        "FO-MAML",
+        lambda w: prepare(w, second_order=False),
+        cuda_only=True,
     ),
 )

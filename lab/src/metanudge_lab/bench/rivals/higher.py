@@ -12,7 +12,9 @@ from metanudge_lab.bench.workload import Workload
 
 
 def prepare_maml(workload: Workload) -> Prepared:
-    """Second order: gradients flow back to the module's own weights (`copy_initial_weights=False`)."""
+    """Second order: gradients flow back to the module's own weights
+    (`copy_initial_weights=False`).
+    """
     higher = importlib.import_module("higher")
     model = workload.copy_model()
     inner = torch.optim.SGD(model.parameters(), lr=workload.lr)
@@ -21,7 +23,10 @@ def prepare_maml(workload: Workload) -> Prepared:
     def step() -> Gradient:
         model.zero_grad(set_to_none=True)
         for task in range(len(sx)):
-            with higher.innerloop_ctx(model, inner, copy_initial_weights=False) as (adapted, optimizer):
+            with higher.innerloop_ctx(model, inner, copy_initial_weights=False) as (
+                adapted,
+                optimizer,
+            ):
                 for _ in range(workload.steps):
                     optimizer.step(workload.loss(adapted(sx[task]), sy[task]))
                 (workload.loss(adapted(qx[task]), qy[task]) / len(sx)).backward()
@@ -41,11 +46,16 @@ def prepare_fomaml(workload: Workload) -> Prepared:
     def step() -> Gradient:
         total = [torch.zeros_like(p) for p in model.parameters()]
         for task in range(len(sx)):
-            with higher.innerloop_ctx(model, inner, track_higher_grads=False) as (adapted, optimizer):
+            with higher.innerloop_ctx(model, inner, track_higher_grads=False) as (
+                adapted,
+                optimizer,
+            ):
                 for _ in range(workload.steps):
                     optimizer.step(workload.loss(adapted(sx[task]), sy[task]))
                 loss = workload.loss(adapted(qx[task]), qy[task])
-                torch._foreach_add_(total, torch.autograd.grad(loss, list(adapted.parameters())), alpha=1 / len(sx))
+                torch._foreach_add_(
+                    total, torch.autograd.grad(loss, list(adapted.parameters())), alpha=1 / len(sx)
+                )
         return dict(zip(names, total, strict=True))
 
     return Prepared(step, lambda: counts.fomaml(workload))
@@ -54,5 +64,7 @@ def prepare_fomaml(workload: Workload) -> Prepared:
 _INSTALL = "pip install 'metanudge-lab[rivals]'"
 CONTENDERS = (
     Contender("higher-maml", "MAML, higher", "higher", "MAML", prepare_maml, "higher", _INSTALL),
-    Contender("higher-fomaml", "FO-MAML, higher", "higher", "FO-MAML", prepare_fomaml, "higher", _INSTALL),
+    Contender(
+        "higher-fomaml", "FO-MAML, higher", "higher", "FO-MAML", prepare_fomaml, "higher", _INSTALL
+    ),
 )

@@ -30,8 +30,22 @@ def prepare(workload: Workload, *, first_order: bool) -> Prepared:
 
 _INSTALL = "pip install learn2learn (from source on recent Pythons)"
 CONTENDERS = (
-    Contender("l2l-maml", "MAML, learn2learn", "learn2learn", "MAML", lambda w: prepare(w, first_order=False), "learn2learn", _INSTALL),
     Contender(
-        "l2l-fomaml", "FO-MAML, learn2learn", "learn2learn", "FO-MAML", lambda w: prepare(w, first_order=True), "learn2learn", _INSTALL
+        "l2l-maml",
+        "MAML, learn2learn",
+        "learn2learn",
+        "MAML",
+        lambda w: prepare(w, first_order=False),
+        "learn2learn",
+        _INSTALL,
+    ),
+    Contender(
+        "l2l-fomaml",
+        "FO-MAML, learn2learn",
+        "learn2learn",
+        "FO-MAML",
+        lambda w: prepare(w, first_order=True),
+        "learn2learn",
+        _INSTALL,
     ),
 )

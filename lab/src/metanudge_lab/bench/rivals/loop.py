@@ -1,4 +1,6 @@
-"""MAML by hand, one task after the other: `torch.autograd.grad` and `functional_call`, nothing else."""
+"""MAML by hand, one task after the other: `torch.autograd.grad` and `functional_call`, nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from metanudge_lab.bench.workload import Workload
 
 
 def prepare_maml(workload: Workload) -> Prepared:
-    """Second order: the graph of every inner step is kept, and one backward pass goes through all of them."""
+    """Second order: the graph of every inner step is kept, and one backward pass goes through all
+    of them.
+    """
     model = workload.copy_model()
     theta: dict[str, Tensor] = dict(model.named_parameters())
     (sx, sy), (qx, qy) = workload.support, workload.query
@@ -25,8 +29,13 @@ def prepare_maml(workload: Workload) -> Prepared:
         for task in range(len(sx)):
             phi = theta
             for _ in range(workload.steps):
-                gradients = torch.autograd.grad(loss(phi, sx[task], sy[task]), list(phi.values()), create_graph=True)
-                phi = {name: p - workload.lr * g for (name, p), g in zip(phi.items(), gradients, strict=True)}
+                gradients = torch.autograd.grad(
+                    loss(phi, sx[task], sy[task]), list(phi.values()), create_graph=True
+                )
+                phi = {
+                    name: p - workload.lr * g
+                    for (name, p), g in zip(phi.items(), gradients, strict=True)
+                }
             (loss(phi, qx[task], qy[task]) / len(sx)).backward()
         return {name: p.grad for name, p in theta.items() if p.grad is not None}
 
@@ -44,7 +53,9 @@ def prepare_fomaml(workload: Workload) -> Prepared:
         total = [torch.zeros_like(p) for p in parameters]
         for task in range(len(sx)):
             for _ in range(workload.steps):
-                gradients = torch.autograd.grad(workload.loss(model(sx[task]), sy[task]), parameters)
+                gradients = torch.autograd.grad(
+                    workload.loss(model(sx[task]), sy[task]), parameters
+                )
                 with torch.no_grad():
                     torch._foreach_add_(parameters, gradients, alpha=-workload.lr)
             gradients = torch.autograd.grad(workload.loss(model(qx[task]), qy[task]), parameters)

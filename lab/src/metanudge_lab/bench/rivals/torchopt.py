@@ -1,4 +1,6 @@
-"""TorchOpt 0.7.3: `MetaSGD` for second order, its in-place `SGD` for first order; one task after the other."""
+"""TorchOpt 0.7.3: `MetaSGD` for second order, its in-place `SGD` for first order; one task after
+the other.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from metanudge_lab.bench.workload import Workload
 
 
 def prepare_maml(workload: Workload) -> Prepared:
-    """Second order: the module's weights are replaced by functions of θ, and put back for the next task."""
+    """Second order: the module's weights are replaced by functions of θ, and put back for the next
+    task.
+    """
     torchopt = importlib.import_module("torchopt")
     model = workload.copy_model()
     theta = dict(model.named_parameters())
@@ -34,7 +38,9 @@ def prepare_maml(workload: Workload) -> Prepared:
 
 
 def prepare_fomaml(workload: Workload) -> Prepared:
-    """First order: `MetaSGD` always keeps the graph, so the plain in-place optimizer adapts the module."""
+    """First order: `MetaSGD` always keeps the graph, so the plain in-place optimizer adapts the
+    module.
+    """
     torchopt = importlib.import_module("torchopt")
     model = workload.copy_model()
     names = [name for name, _ in model.named_parameters()]
@@ -62,6 +68,16 @@ def prepare_fomaml(workload: Workload) -> Prepared:
 
 _INSTALL = "pip install 'metanudge-lab[rivals]'"
 CONTENDERS = (
-    Contender("torchopt-maml", "MAML, TorchOpt", "torchopt", "MAML", prepare_maml, "torchopt", _INSTALL),
-    Contender("torchopt-fomaml", "FO-MAML, TorchOpt", "torchopt", "FO-MAML", prepare_fomaml, "torchopt", _INSTALL),
+    Contender(
+        "torchopt-maml", "MAML, TorchOpt", "torchopt", "MAML", prepare_maml, "torchopt", _INSTALL
+    ),
+    Contender(
+        "torchopt-fomaml",
+        "FO-MAML, TorchOpt",
+        "torchopt",
+        "FO-MAML",
+        prepare_fomaml,
+        "torchopt",
+        _INSTALL,
+    ),
 )

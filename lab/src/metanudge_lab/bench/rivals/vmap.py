@@ -1,6 +1,7 @@
 """MAML by hand with `torch.func`: all tasks at once by `vmap`.
 
-`vmap(grad(…))`, not `grad(vmap(…))`: the second derivatives of BatchNorm with affine parameters are wrong in the latter.
+`vmap(grad(…))`, not `grad(vmap(…))`: the second derivatives of BatchNorm with affine parameters are
+wrong in the latter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ MetaGradient = Callable[[Params, Tensor, Tensor, Tensor, Tensor], Params]
 
 
 def model_and_theta(workload: Workload) -> tuple[nn.Module, Params]:
-    """A model that `vmap` can work with (its BatchNorm layers keep no running statistics), and its parameters."""
+    """A model that `vmap` can work with (its BatchNorm layers keep no running statistics), and its
+    parameters.
+    """
     model = replace_all_batch_norm_modules_(workload.copy_model())
     return model, {name: p.detach() for name, p in model.named_parameters()}
 
@@ -60,10 +63,24 @@ def prepare(workload: Workload, *, second_order: bool) -> Prepared:
     def step() -> Gradient:
         return compute(theta, *data)
 
-    return Prepared(step, lambda: counts.maml(workload) if second_order else counts.fomaml(workload))
+    return Prepared(
+        step, lambda: counts.maml(workload) if second_order else counts.fomaml(workload)
+    )
 
 
 CONTENDERS = (
-    Contender("vmap-maml", "MAML, torch.func vmap", "torch", "MAML", lambda w: prepare(w, second_order=True)),
-    Contender("vmap-fomaml", "FO-MAML, torch.func vmap", "torch", "FO-MAML", lambda w: prepare(w, second_order=False)),
+    Contender(
+        "vmap-maml",
+        "MAML, torch.func vmap",
+        "torch",
+        "MAML",
+        lambda w: prepare(w, second_order=True),
+    ),
+    Contender(
+        "vmap-fomaml",
+        "FO-MAML, torch.func vmap",
+        "torch",
+        "FO-MAML",
+        lambda w: prepare(w, second_order=False),
+    ),
 )
