@@ -203,8 +203,8 @@ def _floors(objective: Regression, config: Config) -> list[Row]:
             setup.loss,
             lam=config.lam,
             solver=solver,
-            estimator=mn.FOBMAML(nu=nu, stencil=stencil),
-        )  # type: ignore[arg-type]
+            estimator=mn.FOBMAML(nu=nu, stencil=stencil),  # type: ignore[arg-type]
+        )
         optimizer = optim.ClippedGD(learner.parameters(), lr=1.0, max_norm=1.0)
         for _ in range(config.floor_steps):
             optimizer.zero_grad()

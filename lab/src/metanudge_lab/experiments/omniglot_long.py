@@ -7,12 +7,13 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import metanudge as mn
 from metanudge.estimators import Estimator
+from metanudge.tasks.episodes import Split
 from metanudge.training.precision import computing_in
 from metanudge_lab import style
 from metanudge_lab.experiments import fewshot
@@ -198,9 +199,10 @@ def _training(
             }
             rows.append({"kind": "cost", **cost})
             for split, steps in (("val", m.STEPS), *(("test", k) for k in config.adapt_steps)):
+                tasks = config.test_tasks
                 tested = fewshot.accuracies(
-                    learner, trial.source, split, config.test_tasks, steps=steps
-                )  # type: ignore[arg-type]
+                    learner, trial.source, cast(Split, split), tasks, steps=steps
+                )
                 rows.append(
                     {
                         "kind": split,

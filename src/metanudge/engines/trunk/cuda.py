@@ -437,28 +437,20 @@ class _Run(torch.autograd.Function):
 def _shapes(blocks: Sequence[Block], examples: int, spatial: tuple[int, int]) -> list[_Shape]:
     shapes = []
     for block in blocks:
-        flat = len(block.kernel) == 1
-        kernel, padding = (
-            ((1, *block.kernel), (0, *block.padding)) if flat else (block.kernel, block.padding)
+        kernel, padding = _pair(block.kernel, 1), _pair(block.padding, 0)
+        pool = _pair((2,) * len(block.kernel), 1)
+        height, width = (
+            n + 2 * p - k + 1 for n, p, k in zip(spatial, padding, kernel, strict=True)
         )
-        pool = (1, 2) if flat else (2, 2)
-        after = tuple(n + 2 * p - k + 1 for n, p, k in zip(spatial, padding, kernel, strict=True))
-        pooled = tuple(n // q for n, q in zip(after, pool, strict=True))
+        pooled = height // pool[0], width // pool[1]
+        before, after, conv = spatial, (height, width), block.conv
         shapes.append(
             _Shape(
-                block.conv.in_channels,
-                block.conv.out_channels,
-                kernel,
-                padding,
-                pool,
-                examples,
-                spatial,
-                after,
-                pooled,
-                block.eps,
-            )  # type: ignore[arg-type]
-        )
-        spatial = pooled  # type: ignore[assignment]
+                conv.in_channels, conv.out_channels, kernel, padding, pool,
+                examples, before, after, pooled, block.eps,
+            )
+        )  # fmt: skip
+        spatial = pooled
     return shapes
 
 
@@ -527,3 +519,9 @@ def _window(shape: _Shape) -> int:
 
 def _tile(pixels: int) -> int:
     return 128 if pixels >= 4096 else 64 if pixels >= 64 else 32
+
+
+def _pair(sizes: Sequence[int], missing: int) -> tuple[int, int]:
+    """Sizes along height and width, of which a one-dimensional layer has the last only."""
+    height, width = (missing, *sizes)[-2:]
+    return height, width
