@@ -14,7 +14,7 @@ import perturbation
 
 # Triton comes with torch for CUDA; elsewhere the modules with its kernels cannot even be imported.
 NAMES = (
-    "fused",
+    "step",
     "head",
     "trunk/cuda",
     "trunk/kernels",
@@ -22,7 +22,7 @@ NAMES = (
     "trunk/tail",
     "trunk/tail_kernels",
 )
-TRITON = [f"src/metanudge/engines/{name}.py" for name in NAMES]
+TRITON = [f"src/metanudge/accel/{name}.py" for name in NAMES]
 collect_ignore = [] if importlib.util.find_spec("triton") else TRITON
 
 ROOT = Path(__file__).parent
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent
 NUMERICAL = [
     ROOT / "tests" / name
     for name in (
-        *("bilevel", "engines", "estimators", "proximal", "solvers"),
+        *("accel", "bilevel", "engines", "estimators", "proximal", "solvers"),
         *(
             "test_conformance.py",
             "test_gradcheck.py",

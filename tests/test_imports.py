@@ -28,8 +28,10 @@ LAYERS = (
     {"problem"},
     {"solvers"},
     {"engines"},
+    {"accel"},
     {"estimators"},
-    {"tuning", "engine_choice", "evaluation"},
+    {"tuning", "setting", "gradients", "evaluation"},
+    {"engine_choice"},
     {"learner", "gradcheck", "bilevel"},
     {"testing"},
     {"training"},
@@ -227,13 +229,13 @@ def test_no_module_imports_itself_by_a_detour():
 
 # Loaded on CUDA devices only, where torch brings it.
 TRITON = (
-    "engines/fused.py",
-    "engines/head.py",
-    "engines/trunk/cuda.py",
-    "engines/trunk/kernels.py",
-    "engines/trunk/first_kernels.py",
-    "engines/trunk/tail.py",
-    "engines/trunk/tail_kernels.py",
+    "accel/step.py",
+    "accel/head.py",
+    "accel/trunk/cuda.py",
+    "accel/trunk/kernels.py",
+    "accel/trunk/first_kernels.py",
+    "accel/trunk/tail.py",
+    "accel/trunk/tail_kernels.py",
 )
 
 

@@ -1,24 +1,41 @@
-"""Which engine a learner's tasks run on, and how many solves side by side."""
+"""Which engine a learner's tasks run on, how many solves side by side, and under which
+conditions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Literal
+import importlib.util
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
-from metanudge.engines import Engine, InplaceEngine, StackedEngine
+import torch
+
+from metanudge.engines import Engine, InplaceEngine, StackedEngine, StackingError
+from metanudge.engines.accelerators import compilation, new_recorder, offers_for
+from metanudge.engines.ownership import claimed
 from metanudge.engines.room import bytes_per_row, free_memory, rows_that_fit
-from metanudge.engines.stacked import runs_chain, runs_trunk
+from metanudge.engines.uninterrupted import restored, uninterrupted
 from metanudge.estimators import Estimator
 from metanudge.problem import Problem
+from metanudge.setting import Setting
 from metanudge.solvers import LinearSolver, Solver
 from metanudge.task import TaskBatch
 
+if importlib.util.find_spec("metanudge.accel") is not None:  # it may have been taken out
+    import metanudge.accel  # noqa: F401 (registers itself with the stacked engine)
+
 EngineName = Literal["auto", "stacked", "inplace"]
+ENGINES: tuple[EngineName, ...] = ("auto", "stacked", "inplace")
+T = TypeVar("T")
+logger = logging.getLogger("metanudge")
 
 # Measured on 2 cores: an MLP of 77,000 parameters is 2.6 times faster stacked; from a Conv4 of
 # 112,000 on times are alike, and in place needs a fraction of the memory.
 LARGEST_STACKED_ON_CPU = 100_000
-# Convolution blocks at the beginning of a model (see `engines.trunk`) are 1.4 to 2.6 times faster
+# Convolution blocks at the beginning of a model (see `accel.trunk`) are 1.4 to 2.6 times faster
 # stacked: measured on 2 cores with Conv4 of 8 to 128 channels on 28×28 and 84×84 images, 1 to 16
 # tasks, 5 to 75 examples. More rows than a few bring nothing then; they are as many as have this
 # many parameters together, 8 MB a copy in float32.
@@ -30,97 +47,102 @@ BYTES_AT_ONCE_ON_CPU = 3 * 2**30
 LARGEST_STACKED_ELSEWHERE = 500_000_000
 
 
+@dataclass(frozen=True)
+class Wish:
+    """What is to run.
+
+    Attributes:
+        engine: asked for by the user, who may leave it to us.
+        chunk: how many solves the user wants side by side, or None.
+    """
+
+    engine: EngineName
+    chunk: int | None
+    estimator: Estimator
+    solver: Solver
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            known = ", ".join(ENGINES)
+            raise ValueError(f"Unknown engine {self.engine!r}. Choose one of: {known}.")
+        StackedEngine(self.chunk)
+
+    @property
+    def second_order(self) -> bool:
+        """Whether second derivatives will be taken."""
+        return self.estimator.graphs(self.solver) > 0
+
+
 class EngineChoice:
     """Chooses, and remembers what was found out on the way.
 
     Attributes:
         cannot_stack: why the model cannot be stacked, once that is known.
+        recorder: of meta-steps, where there is one.
     """
 
     def __init__(self) -> None:
         self.cannot_stack: str | None = None
+        self.recorder = new_recorder()
         self._room: dict[Hashable, int | None] = {}
+        self._about: Problem | None = None  # what `cannot_stack` is said of
 
-    def __call__(
+    def run(
         self,
-        batch: TaskBatch,
         problem: Problem,
+        batch: TaskBatch,
+        wish: Wish,
+        work: Callable[[Engine], T],
         *,
-        asked: EngineName,
-        chunk: int | None,
-        estimator: Estimator,
-        solver: Solver,
-    ) -> tuple[Engine, str]:
-        """The engine for a batch, and why.
-
-        Args:
-            asked: by the user, who may leave it to us.
-            chunk: how many solves the user wants side by side, or None.
-            estimator, solver: what will run.
+        estimates: bool = True,
+    ) -> T:
+        """Do the work on the engine for a batch, and in place where the model turns out not to
+        stack and the choice is ours; the estimator counts where the work `estimates`.
         """
-        inplace = InplaceEngine()
-        if asked == "inplace":
-            return inplace, "as asked"
-        stacked = StackedEngine(
-            chunk if chunk is not None else self._rows_for(batch, problem, estimator, solver)
-        )
-        if asked == "stacked":
-            return stacked, "as asked"
-        if "inplace" not in estimator.engines:
-            return stacked, f"{type(estimator).__name__} needs it"
-        if self.cannot_stack is not None:
-            return inplace, "the model cannot be stacked"
-        if not isinstance(solver, LinearSolver):
-            return inplace, f"{type(solver).__name__} works on one task at a time"
-        size = sum(p.numel() for p in (*problem.parameters.values(), *problem.shared.values()))
-        if problem.device.type == "cpu":
-            if size <= LARGEST_STACKED_ON_CPU:
-                return (
-                    stacked,
-                    f"{size} parameters: on a CPU many small solves are faster side by side",
-                )
-            if estimator.graphs(solver):
-                if runs_chain(problem, batch):
-                    return (
-                        stacked,
-                        "second derivatives of a chain of layers are faster side by side",
-                    )
-            # gradients by shared parameters run layer by layer
-            elif not problem.shared and runs_trunk(problem, batch):
-                rows = (
-                    chunk
-                    if chunk is not None
-                    else max(estimator.width, NUMBERS_AT_ONCE_ON_CPU // size)
-                )
-                return (
-                    StackedEngine(rows),
-                    f"convolution blocks run as one operation, {rows} solves side by side",
-                )
-            return (
-                inplace,
-                f"{size} parameters: on a CPU large solves are faster one after the other",
-            )
-        if size * len(batch) * estimator.width <= LARGEST_STACKED_ELSEWHERE:
-            return stacked, "many solves side by side fill the device"
-        return inplace, f"{len(batch)} tasks of {size} parameters would not fit side by side"
+        engine, _ = self.choose(problem, batch, wish)
+        try:
+            return work(engine)
+        except StackingError as error:
+            if wish.engine != "auto" or (estimates and "inplace" not in wish.estimator.engines):
+                raise
+            self.cannot_stack, self._about = str(error), problem
+            logger.warning("engine: in place from now on. %s", error)
+            return work(InplaceEngine())
 
-    def _rows_for(
-        self, batch: TaskBatch, problem: Problem, estimator: Estimator, solver: Solver
-    ) -> int | None:
+    def choose(self, problem: Problem, batch: TaskBatch, wish: Wish) -> tuple[Engine, str]:
+        """The engine for a batch, and why."""
+        if wish.engine == "inplace":
+            return InplaceEngine(), "as asked"
+        rows = wish.chunk if wish.chunk is not None else self._rows_for(problem, batch, wish)
+        stacked = StackedEngine(rows)
+        if wish.engine == "stacked":
+            return stacked, "as asked"
+        if "inplace" not in wish.estimator.engines:
+            return stacked, f"{type(wish.estimator).__name__} needs it"
+        if self.cannot_stack is not None and self._about is problem:
+            return InplaceEngine(), "the model cannot be stacked"
+        if not isinstance(wish.solver, LinearSolver):
+            return InplaceEngine(), f"{type(wish.solver).__name__} works on one task at a time"
+        if problem.device.type == "cpu":
+            return _choose_on_cpu(problem, batch, wish, stacked)
+        size, width = _size(problem), wish.estimator.width
+        if size * len(batch) * width <= LARGEST_STACKED_ELSEWHERE:
+            return stacked, "many solves side by side fill the device"
+        why = f"{len(batch)} tasks of {size} parameters would not fit side by side"
+        return InplaceEngine(), why
+
+    def _rows_for(self, problem: Problem, batch: TaskBatch, wish: Wish) -> int | None:
         """What the free memory holds, for second derivatives on a CPU what is fastest; None for
         all.
 
         Looked at once for each shape of tasks.
         """
-        kind, graphs = problem.device.type, estimator.graphs(solver)
+        kind, graphs = problem.device.type, wish.estimator.graphs(wish.solver)
         if not (kind == "cuda" or (kind == "cpu" and graphs)):
             return None
-        key = (
-            problem,
-            graphs,
-            estimator.width,
-            *((len(stack), stack.signature) for stack in batch.stacks),
-        )
+        width = wish.estimator.width
+        shapes = [(len(stack), stack.signature) for stack in batch.stacks]
+        key = (problem, graphs, width, *shapes)
         if key not in self._room:
             try:
                 per_row = max(
@@ -129,8 +151,48 @@ class EngineChoice:
             # model and data do not go together: the solves say what is wrong, and this could not
             except Exception:
                 return None
-            fit = rows_that_fit(
-                per_row, free_memory(problem.device) if kind == "cuda" else BYTES_AT_ONCE_ON_CPU
-            )
-            self._room = {key: None if fit >= len(batch) * estimator.width else fit}
+            free = free_memory(problem.device) if kind == "cuda" else BYTES_AT_ONCE_ON_CPU
+            fit = rows_that_fit(per_row, free)
+            self._room = {key: None if fit >= len(batch) * width else fit}
         return self._room[key]
+
+
+def _choose_on_cpu(
+    problem: Problem, batch: TaskBatch, wish: Wish, stacked: StackedEngine
+) -> tuple[Engine, str]:
+    size = _size(problem)
+    if size <= LARGEST_STACKED_ON_CPU:
+        return stacked, f"{size} parameters: on a CPU many small solves are faster side by side"
+    offers = offers_for(problem, batch)
+    if wish.second_order and offers:
+        return stacked, "second derivatives of a chain of layers are faster side by side"
+    # gradients by shared parameters run layer by layer
+    fused = bool(offers) and not problem.shared and all(offer.fused for offer in offers)
+    if fused and not wish.second_order:
+        few = max(wish.estimator.width, NUMBERS_AT_ONCE_ON_CPU // size)
+        rows = wish.chunk if wish.chunk is not None else few
+        why = f"convolution blocks run as one operation, {rows} solves side by side"
+        return StackedEngine(rows), why
+    why = f"{size} parameters: on a CPU large solves are faster one after the other"
+    return InplaceEngine(), why
+
+
+def _size(problem: Problem) -> int:
+    return sum(p.numel() for p in (*problem.parameters.values(), *problem.shared.values()))
+
+
+@contextmanager
+def at_work(setting: Setting, *, compile: bool, alone: bool = True) -> Iterator[Problem]:
+    """Within, signals wait, the model is ours (or at least nobody else's), and gradients are on, as
+    inner solves need them.
+    """
+    enabled = torch.is_grad_enabled()
+    with (
+        uninterrupted(),
+        claimed(setting.last_problem, alone=alone),
+        restored(lambda: torch._C._set_grad_enabled(enabled)),
+    ):
+        # only now: another thread's work would look like exchanged parameters
+        problem = setting.problem()
+        with torch.inference_mode(False), torch.enable_grad(), compilation(compile):
+            yield problem

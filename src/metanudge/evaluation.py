@@ -1,4 +1,4 @@
-"""How well a learner adapts."""
+"""How a learner adapts, and how well."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metanudge.engines import Cost, Engine
+from metanudge.engines import Cost, Engine, InplaceEngine
+from metanudge.engines.inplace import InplaceInner
+from metanudge.estimators import NonFiniteError
+from metanudge.estimators.run import advice_on
 from metanudge.problem import Problem
 from metanudge.solvers import Solver
-from metanudge.task import TaskBatch
+from metanudge.task import Batch, Task, TaskBatch
 
 
 @dataclass(frozen=True)
@@ -64,3 +67,19 @@ def evaluate(
             for column, value in zip(columns, values, strict=True):
                 column[list(inner.places)] = value.double().cpu()
     return Evaluation(*columns)
+
+
+def adapt(problem: Problem, support: Batch, solver: Solver, seed: int) -> None:
+    """Leave in the problem's own model what the solver makes of it on a support set."""
+    batch = TaskBatch.of(Task(support, support))
+    problem.check_tasks(batch)
+    with InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
+        inner = next(iter(groups))
+        assert isinstance(inner, InplaceInner)
+        solution = inner.solve(solver)
+        if not bool(torch.isfinite(solution.residuals).all()):
+            raise NonFiniteError(
+                "Adaptation produced NaN or Inf: the inner steps diverge on this support"
+                f" set. Take fewer steps, or {advice_on(problem, solver)}."
+            )
+        inner.adopt(solution.displacement)

@@ -23,70 +23,6 @@ def _matrix(leaf: Tensor) -> Tensor:
     return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
 
 
-Orders = Mapping[str, tuple[int, ...]]
-"""In which order the axes of some parameters lie in memory, the slowest first; the others lie as
-they are.
-"""
-
-
-class Flat(dict[str, Tensor]):
-    """Parameters whose leaves are views of one matrix: what is done to all of them alike is done to
-    the matrix, in one go.
-
-    Args:
-        matrix: `(rows, num_parameters)`.
-        shapes: of one row of each leaf, in the order in which they lie.
-        orders: of the axes within leaves.
-
-    Example:
-        >>> flat = Flat(torch.arange(8.0).view(2, 4), {"w": torch.Size([3]), "b": torch.Size([])})
-        >>> flat["w"].tolist(), flat["b"].tolist()
-        ([[0.0, 1.0, 2.0], [4.0, 5.0, 6.0]], [3.0, 7.0])
-        >>> Flat(torch.arange(6.0).view(1, 6), {"w": torch.Size([2, 3])},
-        ...     {"w": (1, 0)})["w"].tolist()
-        [[[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]]
-    """
-
-    def __init__(
-        self, matrix: Tensor, shapes: Mapping[str, torch.Size], orders: Orders | None = None
-    ) -> None:
-        orders = {} if orders is None else orders
-        pieces = matrix.split([shape.numel() for shape in shapes.values()], dim=1)
-        super().__init__(
-            {
-                n: _laid_out(p, shape, orders.get(n))
-                for (n, shape), p in zip(shapes.items(), pieces, strict=True)
-            }
-        )
-        self.matrix = matrix
-        self.shapes = shapes
-        self.orders = orders
-
-    @classmethod
-    def of(cls, leaves: Mapping[str, Tensor], orders: Orders | None = None) -> Flat:
-        """One row that holds these leaves, copied."""
-        orders = {} if orders is None else orders
-        pieces = [
-            leaf.permute(orders.get(n, tuple(range(leaf.ndim)))).flatten()
-            for n, leaf in leaves.items()
-        ]
-        return cls(
-            torch.cat(pieces).unsqueeze(0), {n: leaf.shape for n, leaf in leaves.items()}, orders
-        )
-
-    def like(self, matrix: Tensor) -> Flat:
-        """Another matrix, cut in the same way."""
-        return Flat(matrix, self.shapes, self.orders)
-
-
-def _laid_out(piece: Tensor, shape: torch.Size, order: tuple[int, ...] | None) -> Tensor:
-    if order is None:
-        return piece.view(-1, *shape)
-    return piece.view(-1, *[shape[axis] for axis in order]).permute(
-        0, *[1 + order.index(axis) for axis in range(len(shape))]
-    )
-
-
 def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """Inner product of each row, shape `(rows,)`."""
     products = [torch.linalg.vecdot(_matrix(a[name]), _matrix(b[name])) for name in a]
@@ -95,8 +31,6 @@ def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
 
 def norm(a: Mapping[str, Tensor]) -> Tensor:
     """Euclidean norm of each row, shape `(rows,)`; allocates nothing of the size of `a`."""
-    if isinstance(a, Flat):
-        return torch.linalg.vector_norm(a.matrix, dim=1)
     norms = [torch.linalg.vector_norm(_matrix(leaf), dim=1) for leaf in a.values()]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
@@ -121,11 +55,7 @@ def tiled(a: Params, factors: Sequence[float]) -> Params:
             else torch.cat([leaf * factor for factor in factors])
         )
 
-    return (
-        a.like(tile(a.matrix))
-        if isinstance(a, Flat)
-        else {name: tile(leaf) for name, leaf in a.items()}
-    )
+    return {name: tile(leaf) for name, leaf in a.items()}
 
 
 def select(mask: Tensor, new: Params, old: Params) -> Params:

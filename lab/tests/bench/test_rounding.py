@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from metanudge.accel import chain
 from metanudge.cli import main
-from metanudge.engines import chain
-from metanudge.engines.compiled import compiles
+from metanudge.engines.accelerators import compiles
 from metanudge_lab.bench import rounding as module
 from metanudge_lab.bench import tables
 from metanudge_lab.bench.cases import CASES

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from metanudge.params import Flat, Params, dot, tiled
+from metanudge.params import Params, dot, tiled
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
 from metanudge.solvers.conjugate_gradient import LinearSolve
@@ -33,8 +33,6 @@ class Cost:
     support_gradients: int = 0
     query_gradients: int = 0
     hessian_products: int = 0
-    drew: bool = False
-    """Whether the model used random numbers."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,11 @@ class Inner(ABC):
     Attributes:
         reports_solution: whether the un-nudged solution is wanted for itself, and solved for where
             the estimator does without.
+        path: how it takes gradients, and why not faster, for people.
     """
 
     reports_solution = False
+    path = ""
 
     def __init__(self, problem: TwoLevels, places: Sequence[int], cost: Cost) -> None:
         self.problem = problem
@@ -193,12 +193,6 @@ class Inner(ABC):
         evaluated at all.
         """
 
-    def gradient_at_theta(
-        self, d: Params, offsets: Tensor | None, batch_size: int | None
-    ) -> tuple[Tensor, Params]:
-        """`data_gradient` for the first step from θ itself (all entries of `d` are zero)."""
-        return self.data_gradient(d, offsets, 0, batch_size)
-
     @abstractmethod
     def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
         """f̂(θ + d) + ν f(θ + d), `(rows,)`, without gradients."""
@@ -232,24 +226,25 @@ class NudgedOracle:
         self.nudge = nudge
         self.force = force
         self.shift = shift
-        self._nu: Tensor | None = None
+        self.nu: Tensor | None = None
         if nudge == "loss":
             dtype = next(iter(inner.problem.theta_dtypes.values()))
-            self._nu = torch.cat(
+            self.nu = torch.cat(
                 [
                     torch.full((inner.tasks,), nu, dtype=dtype, device=inner.problem.device)
                     for nu in offsets
                 ]
             )
-        self._start: Params | None = None  # the zeros handed out, until a gradient is asked for
-        self._pull: Params | None = None
-        self._pull_scale = 1.0
-        if nudge == "gradient":
-            assert force is not None
-            if len(offsets) == 1:
-                self._pull, self._pull_scale = force, offsets[0]
-            else:
-                self._pull = tiled(force, offsets)
+        # of a linear nudge with a single ν; with several it is in `pull`
+        self.pull_scale = offsets[0] if nudge == "gradient" and len(offsets) == 1 else 1.0
+
+    @cached_property
+    def pull(self) -> Params | None:
+        """The force of a linear nudge on all rows, to be multiplied by `pull_scale`."""
+        if self.nudge != "gradient":
+            return None
+        assert self.force is not None
+        return self.force if len(self.offsets) == 1 else tiled(self.force, self.offsets)
 
     @property
     def rows(self) -> int:
@@ -263,8 +258,7 @@ class NudgedOracle:
 
     def zeros(self) -> Params:
         """The displacement of θ itself."""
-        self._start = self.inner.zeros(self.rows)
-        return self._start
+        return self.inner.zeros(self.rows)
 
     def gradient(
         self, d: Params, step: int = 0, batch_size: int | None = None
@@ -276,41 +270,35 @@ class NudgedOracle:
 
     def data_gradient(self, d: Params, step: int, batch_size: int | None) -> tuple[Tensor, Params]:
         """Losses and gradient of what the data say."""
-        at_theta = d is self._start and step == 0 and self.shift is None
-        self._start = None
-        if at_theta:
-            return self.inner.gradient_at_theta(d, self._nu, batch_size)
-        return self.inner.data_gradient(self._place(d), self._nu, step, batch_size)
+        return self.inner.data_gradient(self._place(d), self.nu, step, batch_size)
 
     def complete(self, g: Params, d: Params) -> None:
         """Add proximal term and linear nudge to the data's gradient, or to some leaves of it, in
         place.
         """
-        self.inner.problem.proximal.add_force(g, d, self._theta)
-        if isinstance(g, Flat) and isinstance(self._pull, Flat):
-            g.matrix.add_(self._pull.matrix, alpha=self._pull_scale)
-        elif self._pull is not None:
+        self.inner.problem.proximal.add_force(g, d, self.theta)
+        if self.pull is not None:
             for name, leaf in g.items():
-                leaf.add_(self._pull[name], alpha=self._pull_scale)
+                leaf.add_(self.pull[name], alpha=self.pull_scale)
 
     def objective(self, loss: Tensor, d: Params) -> Tensor:
         """The data losses plus proximal term and linear nudge."""
-        total = loss + self.inner.problem.proximal.energy(d, self._theta)
-        if self._pull is not None:
-            total = total + self._pull_scale * dot(self._pull, d)
+        total = loss + self.inner.problem.proximal.energy(d, self.theta)
+        if self.pull is not None:
+            total = total + self.pull_scale * dot(self.pull, d)
         return total
 
     def value(self, d: Params, step: int = 0) -> Tensor:
         """The nudged objective without a gradient."""
-        return self.objective(self.inner.data_value(self._place(d), self._nu, step), d)
+        return self.objective(self.inner.data_value(self._place(d), self.nu, step), d)
 
     def hvp(self, d: Params, v: Params, step: int = 0) -> Params:
         """Hessian of the nudged objective times v."""
-        _, _, hv = self.inner.data_hvp(self._place(d), v, self._nu, step, None)
-        return self.inner.problem.proximal.add_curvature(hv, d, v, self._theta)
+        _, _, hv = self.inner.data_hvp(self._place(d), v, self.nu, step, None)
+        return self.inner.problem.proximal.add_curvature(hv, d, v, self.theta)
 
     @cached_property
-    def _theta(self) -> Params:
+    def theta(self) -> Params:
         """The centre of the proximal term, with a row axis where it was shifted."""
         theta = self.inner.theta
         if self.shift is None or not self.inner.problem.proximal.uses_theta:
@@ -327,8 +315,7 @@ class NudgedOracle:
             return None if p is None else {n: leaf[row : row + 1] for n, leaf in p.items()}
 
         return [
-            NudgedOracle(
-                self.inner.apart(r % tasks),
+            self.inner.apart(r % tasks).oracle(
                 [self.offsets[r // tasks]],
                 self.nudge,
                 pick(self.force, r % tasks),

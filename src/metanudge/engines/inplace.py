@@ -154,6 +154,10 @@ class InplaceEngine:
                     for place, task in enumerate(batch, first)
                 )
 
+    def path(self, problem: Problem, batch: TaskBatch, *, second_order: bool) -> str:
+        """There is one way only."""
+        return ""
+
 
 class InplaceInner(Inner):
     """One task on the user's module."""
@@ -403,7 +407,7 @@ class InplaceOracle(NudgedOracle):
         proximal = self.inner.problem.proximal
         assert isinstance(proximal, Diagonal)
         return self.inner.descend(
-            d, self._nu, lr, step, batch_size, Forces(proximal.lam, self._pull, self._pull_scale)
+            d, self.nu, lr, step, batch_size, Forces(proximal.lam, self.pull, self.pull_scale)
         )
 
 

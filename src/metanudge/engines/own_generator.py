@@ -90,11 +90,16 @@ class Habit:
         self._modes = tuple([module.training for module in modules])
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether it is known that it drew nothing last time."""
+        return bool(self._modules) and self._quiet.get(self._modules[0]) == self._modes
+
+    @property
     def may_draw(self) -> bool:
         """Not where it is known not to, nor where `torch.compile` has made a part of it, which then
         draws in its own ways.
         """
-        if self._modules and self._quiet.get(self._modules[0]) == self._modes:
+        if self.is_quiet:
             return False
         return not any(
             "_orig_mod" in module._modules or module._compiled_call_impl is not None

@@ -51,7 +51,7 @@ class Draws:
 
     def __init__(self, seed: int, device: torch.device, modules: Sequence[nn.Module] = ()) -> None:
         self.seed = seed
-        self.used = False
+        self._used = False
         self._habit = Habit(modules)
         self._own = OwnGenerator() if device.type == "cpu" and self._habit.may_draw else None
         self._looked_at: set[str] = set()
@@ -83,7 +83,7 @@ class Draws:
 
     def _look(self) -> None:
         """Note whether a CUDA generator was used since it was seeded."""
-        self.used = self.used or any(
+        self._used = self._used or any(
             generator.get_offset() > 0 for generator in self._generators[1:]
         )
 
@@ -108,9 +108,8 @@ class Draws:
             yield
             self._look()
             if self._last is not None and self._generators:
-                self._habit.note(
-                    drew=self._own.used if self._own is not None else self._global_moved(self._last)
-                )
+                own = self._own.used if self._own is not None else self._global_moved(self._last)
+                self._habit.note(drew=self._used or own)
 
 
 def minibatch(seed: int, place: int, step: int, size: int, batch_size: int) -> Tensor:

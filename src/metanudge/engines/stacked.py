@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from metanudge.engines.chain import Chain
-from metanudge.engines.chained import ChainedInner
+from metanudge.engines.accelerators import Offer, offer_for
 from metanudge.engines.inner import Cost, Inner
 from metanudge.engines.ownership import claimed
 from metanudge.engines.randomness import Draws
@@ -19,7 +16,7 @@ from metanudge.engines.uninterrupted import tensors_kept, uninterrupted
 from metanudge.engines.vmapped import StackedInner
 from metanudge.problem import Problem
 from metanudge.solvers.base import check_count
-from metanudge.task import Batch, Stack, TaskBatch
+from metanudge.task import Stack, TaskBatch
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class StackedEngine:
         nudges_at_once = width if self.chunk is None else min(width, self.chunk)
         draws = Draws(seed, problem.device, problem.modules)
         groups = (
-            _kind(problem, stack)(
+            _group(
                 problem,
                 stack[begin : begin + tasks_at_once].moved(first),
                 nudges_at_once,
@@ -69,35 +66,27 @@ class StackedEngine:
         with uninterrupted(), claimed(problem), draws.preserved(), tensors_kept(problem.modules):
             problem.proximal.refresh()
             yield groups
-        cost.drew = draws.used
+
+    def path(self, problem: Problem, batch: TaskBatch, *, second_order: bool) -> str:
+        """How the gradients of these tasks are taken, and why not faster."""
+        answers = [offer_for(problem, stack) for stack in batch.stacks]
+        paths = [
+            _slow_path(answer)
+            if isinstance(answer, str)
+            else (answer.path_twice if second_order else answer.path)
+            for answer in answers
+        ]
+        return " and ".join(dict.fromkeys(paths))
 
 
-def _kind(problem: Problem, stack: Stack) -> type[StackedInner]:
-    """Chains of common layers on pairs of tensors have kernels of their own."""
-    alike = len({leaf.dtype for leaf in problem.parameters.values()}) == 1
-    pairs = all(map(_is_pair, (stack.support, stack.query)))
-    return ChainedInner if alike and pairs and Chain.of(problem) is not None else StackedInner
+def _group(problem: Problem, stack: Stack, nudges: int, draws: Draws, cost: Cost) -> Inner:
+    offer = offer_for(problem, stack)
+    if isinstance(offer, Offer):
+        return offer.group(problem, stack, nudges, draws, cost)
+    group = StackedInner(problem, stack, nudges, draws, cost)
+    group.path = _slow_path(offer)
+    return group
 
 
-def runs_chain(problem: Problem, batch: TaskBatch) -> bool:
-    """Whether the model is a chain of layers that has kernels of its own, on the data of all
-    tasks.
-    """
-    return all(_kind(problem, stack) is ChainedInner for stack in batch.stacks)
-
-
-def runs_trunk(problem: Problem, batch: TaskBatch) -> bool:
-    """Whether the model begins with convolution blocks that run as one operation on the data of all
-    tasks.
-    """
-    chain = Chain.of(problem)
-    sets = [data for stack in batch.stacks for data in (stack.support, stack.query)]
-    return chain is not None and all(_is_pair(data) and chain.runs_trunk(data[0]) for data in sets)
-
-
-def _is_pair(batch: Batch) -> bool:
-    return (
-        isinstance(batch, (tuple, list))
-        and len(batch) == 2
-        and all(isinstance(leaf, Tensor) for leaf in batch)
-    )
+def _slow_path(why: str) -> str:
+    return f"torch.func ({why})"

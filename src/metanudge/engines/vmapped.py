@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from metanudge.engines.diagnosis import StackingError, cannot_stack, model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
-from metanudge.params import Flat, Params, flatten, norm, unflatten
+from metanudge.params import Params, flatten, norm, unflatten
 from metanudge.problem import LossError, Problem
 from metanudge.solvers.base import LinearSolver, Solution, unroll
 from metanudge.task import Batch, Stack, map_tensors, num_examples
@@ -345,7 +345,7 @@ class StackedInner(Inner):
         """`vmap` a function of one row's arguments, buffers, support and query over all rows."""
         # vmap knows plain dicts only
         arguments = [
-            dict(argument) if isinstance(argument, Flat) else argument for argument in arguments
+            dict(argument) if isinstance(argument, dict) else argument for argument in arguments
         ]
         repeats = rows // self.tasks
         support = self._minibatch_of_support(step, batch_size)

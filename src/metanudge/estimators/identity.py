@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.estimators.total import MetaGradient
-from metanudge.params import Flat, Params, norm
+from metanudge.params import Params, norm
 from metanudge.problem import TwoLevels
 from metanudge.proximal import Custom, Diagonal, Matrix
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
@@ -124,8 +124,6 @@ def centre_shift(inner: Inner, force: Params) -> Params:
     """
     proximal = inner.problem.proximal
     if isinstance(proximal, Diagonal):
-        if isinstance(force, Flat) and proximal.common is not None:
-            return force.like(force.matrix / proximal.common)
         return {n: leaf / proximal.lam[n] for n, leaf in force.items()}
     assert isinstance(proximal, Matrix)
     size = sum(leaf[0].numel() for leaf in force.values())

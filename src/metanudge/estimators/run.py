@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import warnings
 from functools import partial
 
-import torch
-
-from metanudge.engines import Cost, Engine
-from metanudge.engines.capture import Captures
+from metanudge.engines import Engine
+from metanudge.engines.accelerators import MetaStep, Recorder
 from metanudge.estimators.base import Estimator
 from metanudge.estimators.total import MetaGradient, Stats
 from metanudge.params import Params
 from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers import stability_advice
-from metanudge.solvers.base import LinearSolver, Solver
+from metanudge.solvers.base import Solver
 from metanudge.task import TaskBatch
+
+_MANY = 10  # meta-steps
 
 
 class DivergenceWarning(UserWarning):
     """The inner steps overshoot, so that the meta-gradient may mean nothing."""
+
+
+class Watch:
+    """Says once that inner steps diverge: tenfold in one meta-step, or twofold in many in a row;
+    less may be dropout's noise.
+    """
+
+    def __init__(self) -> None:
+        self._grew = 0
+        self._warned = False
+
+    def see(self, stats: Stats, problem: Problem, solver: Solver) -> None:
+        """Hear of one more meta-step."""
+        self._grew = self._grew + 1 if stats.residual > 2 * stats.residual_start else 0
+        if self._warned or not (self._grew >= _MANY or stats.residual > 10 * stats.residual_start):
+            return
+        self._warned = True
+        warnings.warn(
+            f"The inner steps diverge: the residual grew from {stats.residual_start:.3g} to"
+            f" {stats.residual:.3g}, so that adaptation makes the model worse and the meta-gradient"
+            f" may mean nothing. To mend it, {advice_on(problem, solver)}. If the"
+            " inputs are large numbers, standardise them.",
+            DivergenceWarning,
+            stacklevel=3,
+        )
 
 
 def check(
@@ -50,47 +75,35 @@ def meta_gradient(
     seed: int = 0,
     metrics: bool = True,
     first: int = 0,
-    captures: Captures | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[Params, Stats]:
     """The mean meta-gradient of a batch of tasks, and its statistics. Changes neither the model nor
     `.grad`.
 
     `first` is the place of the batch's first task in a larger meta-batch that is shared among
-    machines: random draws that differ from task to task follow the place. With `captures` a
-    meta-step that repeats itself on a CUDA device is recorded and replayed.
+    machines: random draws that differ from task to task follow the place. A recorder may play a
+    meta-step that repeats itself again.
     """
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
-    cost = Cost()
 
-    def compute(tasks: TaskBatch) -> tuple[MetaGradient, Cost]:
-        nonlocal cost
-        cost = Cost()
+    def compute(tasks: TaskBatch) -> MetaGradient:
         total = MetaGradient(problem, len(tasks), metrics=metrics, seed=seed)
         with engine.session(
-            problem, tasks, width=estimator.width, seed=seed, cost=cost, first=first
+            problem, tasks, width=estimator.width, seed=seed, cost=total.cost, first=first
         ) as groups:
             for inner in groups:
                 estimator.accumulate(inner, solver, total)
-        total.seal(flat=recorded)
-        return total, cost
+                total.paths[inner.path] = None
+        total.seal()
+        return total
 
-    recorded = captures is not None and _repeats_itself(problem, solver, estimator, engine)
-    if captures is not None and recorded:
-        key = (
-            _addresses(problem),
-            _shapes(tasks),
-            solver,
-            estimator,
-            engine,
-            metrics,
-            first,
-            _precision(problem.device),
-        )
-        total, cost = captures.run(key, tasks, compute, drew=lambda: cost.drew)
-        gradient = total.copy()  # asked for before `finish` waits for the device
-        return gradient, total.finish(cost, engine.name, partial(advice_on, problem, solver))
-    total, cost = compute(tasks)
-    return total.gradient, total.finish(cost, engine.name, partial(advice_on, problem, solver))
+    if recorder is None:
+        total = compute(tasks)
+    else:
+        repeats = estimator.repeats_itself and engine.name == "stacked"
+        step = MetaStep(problem, solver, estimator, engine, metrics, first, repeats)
+        total = recorder.run(step, tasks, compute)
+    return total.gradient, total.finish(engine.name, partial(advice_on, problem, solver))
 
 
 def advice_on(problem: Problem, solver: Solver) -> str:
@@ -101,41 +114,3 @@ def advice_on(problem: Problem, solver: Solver) -> str:
         else None
     )
     return stability_advice(getattr(solver, "lr", None), lam)
-
-
-def _repeats_itself(problem: Problem, solver: Solver, estimator: Estimator, engine: Engine) -> bool:
-    """Whether every meta-step launches the same kernels and never waits for the device."""
-    steady = isinstance(solver, LinearSolver) and solver.tol is None and solver.batch_size is None
-    # an operator or a regulariser may do anything
-    steady = steady and isinstance(problem.proximal, Diagonal)
-    return (
-        steady
-        and problem.device.type == "cuda"
-        and engine.name == "stacked"
-        and estimator.repeats_itself
-    )
-
-
-def _addresses(problem: Problem) -> Hashable:
-    """Where the meta-parameters and buffers lie (the stiffness belongs to the problem), and the
-    modes of the model's parts.
-    """
-    parameters = [leaf.data_ptr() for leaf in problem.meta_parameters.values()]
-    buffers = [
-        leaf.data_ptr()
-        for module in problem.modules
-        for leaf in module._buffers.values()
-        if leaf is not None
-    ]
-    return problem, *parameters, *buffers, *[module.training for module in problem.modules]
-
-
-def _shapes(tasks: TaskBatch) -> Hashable:
-    return tuple((stack.places, stack.signature) for stack in tasks.stacks)
-
-
-def _precision(device: torch.device) -> Hashable:
-    autocast = (
-        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    )
-    return autocast, torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Cost, Inner, Measured
-from metanudge.params import Flat, Params
+from metanudge.params import Params
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solution
 
@@ -39,6 +39,7 @@ class Stats:
         support_gradients, query_gradients, hessian_products: evaluations per task.
         tasks: number of tasks.
         engine: where it ran.
+        path: how the stacked engine took gradients, and why not faster; empty in place.
     """
 
     query_loss_before: float
@@ -56,6 +57,7 @@ class Stats:
     hessian_products: float
     tasks: int
     engine: str
+    path: str = ""
 
     @property
     def diverged(self) -> bool:
@@ -74,6 +76,8 @@ class Stats:
         if self.nu is not None:
             parts.append(f"ν {self.nu:.3g}")
         parts.append(f"|meta-gradient| {self.gradient_norm:.3g}, {self.tasks} tasks, {self.engine}")
+        if self.path:
+            parts.append(self.path)
         return ", ".join(parts)
 
 
@@ -101,10 +105,11 @@ class MetaGradient:
         self.metrics = metrics
         self.seed = seed
         self.nu: float | None = None
+        self.cost = Cost()
+        self.paths: dict[str, None] = {}  # that the groups of tasks took, in their order
         self._sums: dict[str, Tensor] = {}
         self._checks: list[_Check] = []
         self._sealed: Tensor
-        self._flat: Tensor | None = None
 
     def add(
         self, rows: Params, weights: float | list[float], scale: Mapping[str, Tensor] | None = None
@@ -113,8 +118,6 @@ class MetaGradient:
         (rows are nudge by nudge).
         """
         with torch.no_grad():
-            if isinstance(rows, Flat):
-                rows, weights = rows.like(_combined(rows.matrix, weights).unsqueeze(0)), 1.0
             for name, leaf in rows.items():
                 factor = None if scale is None else scale[name]
                 if leaf.shape[0] == 1:  # the in-place engine: no temporary of the size of the model
@@ -180,31 +183,14 @@ class MetaGradient:
                 self._mean("query_loss" + suffix, measured.loss, weight)
                 self._mean("query_accuracy" + suffix, measured.accuracy, weight)
 
-    def seal(self, *, flat: bool = False) -> None:
-        """Nothing more will be added: have the device put together what `finish` wants to know,
-        with `flat` also what `copy` does.
-        """
-        if flat:
-            self._flat = torch.cat([g.flatten() for g in self.gradient.values()])
-        norms = (
-            torch._foreach_norm(list(self.gradient.values()))
-            if self._flat is None
-            else [torch.linalg.vector_norm(self._flat)]
-        )
+    def seal(self) -> None:
+        """Nothing more will be added: have the device put together what `finish` wants to know."""
+        norms = torch._foreach_norm(list(self.gradient.values()))
         self._sums["gradient_norm"] = torch.linalg.vector_norm(torch.stack(norms)).double()
         fine = [torch.isfinite(check.values).all().double() for check in self._checks]
         self._sealed = torch.stack([*fine, *self._sums.values()])
 
-    def copy(self) -> Params:
-        """The gradient, out of reach of the next replay of a recording."""
-        assert self._flat is not None
-        pieces = self._flat.clone().split([g.numel() for g in self.gradient.values()])
-        return {
-            n: piece.view(g.shape).to(g.dtype)
-            for (n, g), piece in zip(self.gradient.items(), pieces, strict=True)
-        }
-
-    def finish(self, cost: Cost, engine: str, advice: Callable[[], str]) -> Stats:
+    def finish(self, engine: str, advice: Callable[[], str]) -> Stats:
         """Check that everything was finite and sum the statistics up; waits for the device once.
         `advice` is for what was not.
         """
@@ -219,7 +205,7 @@ class MetaGradient:
                 " .grad."
             )
         error = values["error"] / norm if "error" in values and norm > 0 else None
-        nan = math.nan
+        nan, cost = math.nan, self.cost
         return Stats(
             query_loss_before=values.get("query_loss_before", nan),
             query_accuracy_before=values.get("query_accuracy_before", nan),
@@ -236,6 +222,7 @@ class MetaGradient:
             hessian_products=cost.hessian_products / self.num_tasks,
             tasks=self.num_tasks,
             engine=engine,
+            path=" and ".join(filter(None, self.paths)),
         )
 
     def _mean(self, key: str, values: Tensor, share: float) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from metanudge.params import Flat, Params, dot
+from metanudge.params import Params, dot
 from metanudge.proximal.base import Force, Proximal
 
 
@@ -51,9 +51,6 @@ class Diagonal(Proximal):
 
     def add_force(self, g: Params, d: Params, theta: Params) -> None:
         """g += λ d."""
-        if isinstance(g, Flat) and isinstance(d, Flat) and self.common is not None:
-            g.matrix.addcmul_(d.matrix, self.common)
-            return
         for name, leaf in g.items():
             leaf.addcmul_(d[name], self.lam[name])
 

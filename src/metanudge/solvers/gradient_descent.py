@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metanudge.params import Flat, Params
+from metanudge.params import Params
 from metanudge.solvers.base import (
     Descends,
     Oracle,
@@ -102,9 +102,6 @@ class GradientDescent:
         inplace: bool,
     ) -> tuple[Params, Params]:
         """One step."""
-        if inplace and isinstance(d, Flat) and isinstance(g, Flat):
-            d.matrix.add_(g.matrix, alpha=-self.lr)
-            return d, memory
         if inplace:
             for name, leaf in d.items():
                 leaf.add_(g[name], alpha=-self.lr)

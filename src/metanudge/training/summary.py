@@ -38,7 +38,10 @@ def facts(config: TrainConfig, source: Episodes, learner: MetaLearner, group: Gr
     if source.kind == "classification":
         shape = f"{source.ways}-way {source.shots}-shot, {source.queries} queries"
     device, own = choose_device(config), group.slice(config.tasks)
-    engine, why = learner.choose_engine(source.batch(range(max(1, len(own)))))
+    batch = source.batch(range(max(1, len(own))))
+    engine, why = learner.choose_engine(batch)
+    second_order = learner.estimator.graphs(learner.solver) > 0
+    path = engine.path(learner.problem(), batch, second_order=second_order)
     threads = torch.get_num_threads()
     name = (
         torch.cuda.get_device_name(device)
@@ -53,7 +56,7 @@ def facts(config: TrainConfig, source: Episodes, learner: MetaLearner, group: Gr
         ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
         ("estimator", f"{config.estimator} with {config.solver}"),
         ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
-        ("engine", f"{engine.name} ({why})"),
+        ("engine", ", ".join(filter(None, [f"{engine.name} ({why})", path]))),
         ("device", where + (f"; {group.world} processes" if group.world > 1 else "")),
     ]
 

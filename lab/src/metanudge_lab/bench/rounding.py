@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from metanudge.engines.compiled import compilation
-from metanudge.engines.stacked import runs_trunk
+from metanudge.engines.accelerators import compilation, offers_for
 from metanudge.problem import Objective, Problem
 from metanudge.training.precision import Precision, computing_in
 from metanudge_lab.bench.cases import Case
@@ -136,7 +135,9 @@ def paths(workload: Workload, name: Precision) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for compiled in (True, False):
         with compilation(compiled), computing_in(name, workload.device):
-            found.setdefault(BLOCKS if runs_trunk(problem, workload.tasks) else LAYERS, compiled)
+            offers = offers_for(problem, workload.tasks)
+            fused = bool(offers) and all(offer.fused for offer in offers)
+            found.setdefault(BLOCKS if fused else LAYERS, compiled)
     return found
 
 

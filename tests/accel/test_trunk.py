@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import metanudge as mn
-from metanudge.engines.chain import Chain, losses_of_rows
-from metanudge.engines.trunk import BlockWeights, cpu, join, match, patches, trunk_for
-from metanudge.engines.trunk.convolution import Columns, Native
+from metanudge.accel.chain import Chain, losses_of_rows
+from metanudge.accel.trunk import BlockWeights, cpu, first_block, join, match, trunk_for
+from metanudge.accel.trunk.convolution import Columns, Native
 from metanudge.problem import Objective
 
 TASKS, NUDGES = 3, 2
@@ -288,8 +288,8 @@ def test_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch):
     """Windows in pieces, and made anew in every pass."""
     torch.manual_seed(0)
     for size in (50, 2000):
-        monkeypatch.setattr(patches, "IN_CACHE", size)
-        monkeypatch.setattr(patches, "LARGEST_KEPT", 0)
+        monkeypatch.setattr(first_block, "IN_CACHE", size)
+        monkeypatch.setattr(first_block, "LARGEST_KEPT", 0)
         check(blocks(2, [3, 4, 3]), images((3, 16, 17)))
         check(blocks(1, [1, 4, 3]), images((1, 17)))
 
@@ -437,7 +437,7 @@ def test_meta_gradients_do_not_depend_on_portions(estimator: Any, monkeypatch: p
     for held in (1, 1 << 17):
         monkeypatch.setattr(cpu, "HELD", held)
         results.append(meta_gradient(model, tasks, estimator))
-    monkeypatch.setattr("metanudge.engines.chain.match", lambda layers: None)
+    monkeypatch.setattr("metanudge.accel.chain.match", lambda layers: None)
     results.append(meta_gradient(model, tasks, estimator))
     for result in results:
         assert float((result - whole).norm()) <= 1e-12 * float(whole.norm())
@@ -561,5 +561,5 @@ def test_cross_entropy_of_all_rows(ignored: bool):
 def test_chains_say_whether_they_run_a_trunk():
     chain = Chain.of(mn.MetaLearner(mn.models.Conv1D(), F.cross_entropy).problem())
     assert chain is not None
-    assert chain.runs_trunk(torch.zeros(2, 5, 40))
-    assert not chain.runs_trunk(torch.zeros(2, 5, 7))
+    assert chain.why_no_blocks(torch.zeros(2, 5, 40)) is None
+    assert chain.why_no_blocks(torch.zeros(2, 5, 7)) is not None

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metanudge.engines.compiled import triton_works
-from metanudge.engines.trunk.cpu import CPUTrunk
-from metanudge.engines.trunk.interface import BlockPlaces, BlockWeights, Trunk
-from metanudge.engines.trunk.match import Block, Match, match
+from metanudge.accel.toolchain import triton_works
+from metanudge.accel.trunk.cpu import CPUTrunk
+from metanudge.accel.trunk.interface import BlockPlaces, BlockWeights, Trunk
+from metanudge.accel.trunk.match import Block, Match, match
 
 Tail = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
 """Outputs of a convolution `(examples, channels, height, width)`, scale and shift of the
@@ -28,7 +28,7 @@ normalisation, its ε → pooled outputs.
 def trunk_for(device: torch.device, dtype: torch.dtype, blocks: Sequence[Block]) -> Trunk | None:
     """What runs these blocks on a device, or None where the layers run one by one."""
     if device.type == "cuda" and dtype == torch.float32 and triton_works():
-        from metanudge.engines.trunk.cuda import CUDATrunk
+        from metanudge.accel.trunk.cuda import CUDATrunk
 
         if not torch.is_autocast_enabled("cuda"):
             return CUDATrunk(
@@ -56,7 +56,7 @@ def tail_for(trunk: Trunk | None, blocks: Sequence[Block]) -> Tail | None:
         or not all(isinstance(block.conv, nn.Conv2d) for block in blocks)
     ):
         return None
-    from metanudge.engines.trunk.tail import normalise_and_pool
+    from metanudge.accel.trunk.tail import normalise_and_pool
 
     return normalise_and_pool
 
@@ -67,7 +67,7 @@ def order_for(device: torch.device, block: Block) -> tuple[int, ...] | None:
     """
     if device.type != "cuda" or not triton_works():
         return None
-    from metanudge.engines.trunk.cuda import CUDATrunk
+    from metanudge.accel.trunk.cuda import CUDATrunk
 
     return CUDATrunk.order(block)
 

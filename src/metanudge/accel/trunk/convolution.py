@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metanudge.engines.trunk.match import Block
-from metanudge.engines.trunk.padded import Padded
+from metanudge.accel.trunk.match import Block
+from metanudge.accel.trunk.padded import Padded
 
 NARROW = 16  # up to so many channels two neighbouring outputs from one window are faster than one
 

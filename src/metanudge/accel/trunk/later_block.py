@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metanudge.engines.trunk.convolution import Convolution
-from metanudge.engines.trunk.groups import Groups
-from metanudge.engines.trunk.interface import BlockWeights
-from metanudge.engines.trunk.padded import Padded, padded
-from metanudge.engines.trunk.pooling import add_share, largest, phases, products
+from metanudge.accel.trunk.convolution import Convolution
+from metanudge.accel.trunk.groups import Groups
+from metanudge.accel.trunk.interface import BlockWeights
+from metanudge.accel.trunk.padded import Padded, padded
+from metanudge.accel.trunk.pooling import add_share, largest, phases, products
 
 
 @dataclass

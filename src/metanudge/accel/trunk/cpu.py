@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from metanudge.engines.trunk import block as later_block
-from metanudge.engines.trunk import patches as first_block
-from metanudge.engines.trunk.block import LaterBlock
-from metanudge.engines.trunk.convolution import Columns, Convolution, Native
-from metanudge.engines.trunk.groups import group_sizes
-from metanudge.engines.trunk.interface import BlockPlaces, BlockWeights
-from metanudge.engines.trunk.match import Block
-from metanudge.engines.trunk.patches import FirstBlock, Patches
+from metanudge.accel.trunk import first_block, later_block
+from metanudge.accel.trunk.convolution import Columns, Convolution, Native
+from metanudge.accel.trunk.first_block import FirstBlock, Patches
+from metanudge.accel.trunk.groups import group_sizes
+from metanudge.accel.trunk.interface import BlockPlaces, BlockWeights
+from metanudge.accel.trunk.later_block import LaterBlock
+from metanudge.accel.trunk.match import Block
 
 HELD = 1 << 24  # bytes of activations kept between a forward and a backward pass
 LARGEST_PATCH = 256  # numbers that one output of the first convolution sees

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from metanudge.engines.convolution import convolve, convolve_patches, patches
+from metanudge.accel.twice import convolve, convolve_patches, patches
 
 LAYERS = {
     "one axis": (lambda: nn.Conv1d(2, 3, 3, padding=1, stride=2), (4, 6, 9)),

@@ -21,13 +21,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from metanudge.engines.convolution import windows_of
-from metanudge.engines.trunk.block import rectified
-from metanudge.engines.trunk.groups import Groups
-from metanudge.engines.trunk.interface import BlockWeights
-from metanudge.engines.trunk.match import Block
-from metanudge.engines.trunk.padded import Padded
-from metanudge.engines.trunk.pooling import largest, parities, share
+from metanudge.accel.trunk.groups import Groups
+from metanudge.accel.trunk.interface import BlockWeights
+from metanudge.accel.trunk.later_block import rectified
+from metanudge.accel.trunk.match import Block
+from metanudge.accel.trunk.padded import Padded
+from metanudge.accel.trunk.pooling import largest, parities, share
+from metanudge.accel.twice import windows_of
 
 # numbers of a piece of the convolution: what the passes over it find in a core's cache
 IN_CACHE = 1 << 19

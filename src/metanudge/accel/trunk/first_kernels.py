@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from metanudge.engines.trunk.kernels import DROPPED
+from metanudge.accel.trunk.kernels import DROPPED
 
 
 @triton.jit

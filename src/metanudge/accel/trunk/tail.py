@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from metanudge.engines.trunk import kernels, tail_kernels
+from metanudge.accel.trunk import kernels, tail_kernels
 
 _TILE = 64
 _MOST = 2**31

@@ -16,9 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from metanudge.engines.trunk import first_kernels, kernels
-from metanudge.engines.trunk.interface import BlockPlaces, BlockWeights
-from metanudge.engines.trunk.match import Block
+from metanudge.accel.trunk import first_kernels, kernels
+from metanudge.accel.trunk.interface import BlockPlaces, BlockWeights
+from metanudge.accel.trunk.match import Block
 
 _LARGEST_PATCH = 31  # numbers in a first layer's patch: with a 1 after it, two tensor-core tiles
 _ENOUGH_PROGRAMS = 256  # about two for each multiprocessor of a large GPU

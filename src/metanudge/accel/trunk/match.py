@@ -71,7 +71,7 @@ def match(layers: Sequence[nn.Module]) -> Match | None:
     """The trunk that a list of layers begins with, or None where there is none."""
     before: list[nn.Module] = []
     for layer in layers:
-        if not getattr(type(layer), "per_example", False):
+        if not is_per_example(layer):
             break
         before.append(layer)
     blocks: list[Block] = []
@@ -82,6 +82,11 @@ def match(layers: Sequence[nn.Module]) -> Match | None:
         blocks.append(block)
         at += 4
     return Match(tuple(before), tuple(blocks), at) if blocks else None
+
+
+def is_per_example(layer: nn.Module) -> bool:
+    """Whether a layer says that what it does to an example does not depend on the others."""
+    return getattr(type(layer), "per_example", False)
 
 
 def _block(layers: Sequence[nn.Module]) -> Block | None:

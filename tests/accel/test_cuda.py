@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metanudge as mn
-from metanudge.engines import chain
-from metanudge.engines.trunk import BlockWeights, match
+from metanudge.accel import chain
+from metanudge.accel.trunk import BlockWeights, match
 from metanudge.models import Conv4
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -79,7 +79,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_trunk_equals_its_layers(shape):
-    from metanudge.engines.trunk.cuda import CUDATrunk
+    from metanudge.accel.trunk.cuda import CUDATrunk
 
     dim, channels, inputs, size, kernel, padding, count, affine = shape
     conv, norm, pool = (
@@ -170,7 +170,7 @@ def test_a_replay_is_the_meta_step(name):
             for p, q in zip(recorded.model.parameters(), plain.model.parameters(), strict=True):
                 p.sub_(0.01 * torch.ones_like(p))
                 q.sub_(0.01 * torch.ones_like(q))
-    assert any(not isinstance(known, str) for known in recorded._captures._known.values()), (
+    assert any(not isinstance(known, str) for known in recorded._choice.recorder._known.values()), (
         "nothing was recorded"
     )
 
@@ -186,7 +186,7 @@ def test_second_derivatives_equal_those_of_the_general_path_on_a_cpu(estimator, 
     found = [flat(ours.meta_gradient(tasks)[0]).cpu() for _ in range(4)]
     general = learner(estimator, torch.float64)
     general.model.cpu()
-    monkeypatch.setattr(chain.Chain, "of", lambda problem: None)
+    monkeypatch.setattr("metanudge.engines.accelerators._registered", [])
     exact = flat(general.meta_gradient(tasks.to("cpu"))[0])
     for gradient in found:
         assert float((gradient - exact).norm()) <= 1e-11 * float(exact.norm())
@@ -203,7 +203,7 @@ SECOND_ORDER = {
 @pytest.mark.parametrize("bound", [None, 20_000])
 def test_second_derivatives_through_fused_blocks(name, bound, monkeypatch):
     """In float32 blocks run fused; also where their activations are too many for one kernel."""
-    from metanudge.engines.trunk import tail
+    from metanudge.accel.trunk import tail
 
     if bound is not None:
         monkeypatch.setattr(tail, "_MOST", bound)
@@ -222,7 +222,7 @@ def test_second_derivatives_through_fused_blocks(name, bound, monkeypatch):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_norm_relu_and_pooling_as_one_operation(shape, dtype):
-    from metanudge.engines.trunk.tail import normalise_and_pool
+    from metanudge.accel.trunk.tail import normalise_and_pool
 
     torch.manual_seed(0)
     z, gamma, beta = (torch.randn(size, device="cuda") for size in (shape, shape[1], shape[1]))
@@ -253,7 +253,7 @@ def test_what_draws_random_numbers_is_not_recorded():
     learner = mn.MetaLearner(model, CE, engine="stacked")
     losses = {learner.meta_gradient(batch(), seed=seed)[1].query_loss for seed in range(4)}
     assert len(losses) == 4
-    assert set(learner._captures._known.values()) == {"as it is"}
+    assert set(learner._choice.recorder._known.values()) == {"as it is"}
 
 
 def test_another_mode_or_shape_is_another_recording():
@@ -324,7 +324,7 @@ def test_precision_is_no_worse_than_layer_by_layer(mode, name, monkeypatch):
 def test_the_head_equals_linear_layer_and_cross_entropy(
     rows, examples, features, classes, has_bias
 ):
-    from metanudge.engines.head import cross_entropy
+    from metanudge.accel.head import cross_entropy
 
     torch.manual_seed(0)
     x, weight, bias, outer = (

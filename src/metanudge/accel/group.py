@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metanudge.engines.chain import Chain, Data
-from metanudge.engines.compiled import triton_works
-from metanudge.engines.inner import Cost, Measured, NudgedOracle
+from metanudge.accel.chain import Chain, Data
+from metanudge.accel.flat import Flat
+from metanudge.accel.oracle import FlatOracle
+from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws
 from metanudge.engines.uninterrupted import obey
 from metanudge.engines.vmapped import StackedInner, num_rows, repeated
-from metanudge.params import Flat, Params, norm
+from metanudge.params import Params, norm
 from metanudge.problem import Nudge, Problem
 from metanudge.proximal import Diagonal
-from metanudge.solvers.base import LinearSolver, Solution, unroll
+from metanudge.solvers.base import LinearSolver, Solution, Solver, unroll
 from metanudge.task import Batch, Stack
 
 Part = tuple[Batch, str, Tensor | None]
@@ -49,16 +50,28 @@ class Joined:
         return self._last[1]
 
 
-class ChainedInner(StackedInner):
-    """Tasks of equal shape side by side, for a model that is a chain."""
+class ChainGroup(StackedInner):
+    """Tasks of equal shape side by side, for a model that is a chain.
+
+    Args:
+        chain: the model.
+        paths: what it does, for people: where first derivatives are enough, and where they are not.
+    """
 
     def __init__(
-        self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost
+        self,
+        chain: Chain,
+        paths: tuple[str, str],
+        problem: Problem,
+        stack: Stack,
+        nudges_at_once: int,
+        draws: Draws,
+        cost: Cost,
     ) -> None:
         super().__init__(problem, stack, nudges_at_once, draws, cost)
-        chain = Chain.of(problem)
-        assert chain is not None
         self._chain = chain
+        self._paths = paths
+        self.path = paths[0]
         self._first: dict[tuple[str, int | None], tuple[Tensor, Tensor]] = {}
         self._prepared: dict[str, tuple[Tensor, list[Data]]] = {}
         self._joined: dict[int, Joined | None] = {}
@@ -78,11 +91,33 @@ class ChainedInner(StackedInner):
 
     def oracle(
         self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
-    ) -> NudgedOracle:
-        """Where kernels for it exist, oracles that descend in one pass over memory."""
-        if shift is not None or not _fuses(self.problem):
-            return super().oracle(offsets, nudge, force, shift)
-        return FusedOracle(self, offsets, nudge, force, None)
+    ) -> FlatOracle:
+        """Oracles that work on whole matrices."""
+        force = None if force is None else self._flat_theta.holding(force)
+        at_theta = self._gradient_at_theta
+        return FlatOracle(self, offsets, nudge, force, shift, at_theta=at_theta)
+
+    def solve(
+        self,
+        solver: Solver,
+        *,
+        offsets: Sequence[float] = (0.0,),
+        nudge: Nudge | None = None,
+        force: Params | None = None,
+        start: Params | None = None,
+        shift: Params | None = None,
+    ) -> Solution:
+        """Solve from displacements in one matrix."""
+        start = None if start is None else self._flat_theta.holding(start)
+        return super().solve(
+            solver, offsets=offsets, nudge=nudge, force=force, start=start, shift=shift
+        )
+
+    def apart(self, row: int) -> Inner:
+        """One task of the group."""
+        one = self._stack[row : row + 1]
+        more = (self.problem, one, self.nudges_at_once, self._draws, self.cost)
+        return ChainGroup(self._chain, self._paths, *more)
 
     def data_gradient(
         self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
@@ -91,23 +126,21 @@ class ChainedInner(StackedInner):
         self._count(num_rows(d), offsets)
         return self._gradient(d, self._parts(offsets, step, batch_size), step)
 
-    def gradient_at_theta(
-        self, d: Params, offsets: Tensor | None, batch_size: int | None
+    def _gradient_at_theta(
+        self, rows: int, offsets: Tensor | None, batch_size: int | None
     ) -> tuple[Tensor, Params]:
         """At θ all nudges of a task are alike: one evaluation a task serves them all, in this solve
         and in later ones.
         """
-        rows = num_rows(d)
         self._count(rows, offsets)
-        losses, g = (
-            known.repeat(rows // self.tasks, *[1] * (known.ndim - 1))
-            for known in self._at_theta("support", batch_size)
-        )
+
+        def copies(which: str, size: int | None) -> Iterator[Tensor]:
+            for known in self._at_theta(which, size):
+                yield known.repeat(rows // self.tasks, *[1] * (known.ndim - 1))
+
+        losses, g = copies("support", batch_size)
         if offsets is not None:
-            query = (
-                known.repeat(rows // self.tasks, *[1] * (known.ndim - 1))
-                for known in self._at_theta("query", None)
-            )
+            query = copies("query", None)
             losses, g = (
                 torch.addcmul(a, b, offsets.view(-1, *[1] * (b.ndim - 1)))
                 for a, b in zip((losses, g), query, strict=True)
@@ -252,6 +285,7 @@ class ChainedInner(StackedInner):
 
     def _smooth(self, phi: Params, part: Part, step: int) -> Tensor:
         """Weighted losses of all rows that can be differentiated twice."""
+        self.path = self._paths[1]
         (inputs, targets), which, weight = part
         targets = repeated(targets, num_rows(phi) // self.tasks)
         with self._draws.seeded(step, which):
@@ -317,7 +351,7 @@ class ChainedInner(StackedInner):
         ):
             return None
         sets = [self._data(self._stack.support, "support"), self._data(self._stack.query, "query")]
-        data = self._chain.join(sets, rows, self.problem.objective)
+        data = self._chain.join(sets, rows)
         if data is None:
             return None
         # torch leaves examples with this label out
@@ -398,34 +432,6 @@ class ChainedInner(StackedInner):
         return {n: (self._theta[n] + leaf).to(self._theta[n].dtype) for n, leaf in d.items()}
 
 
-class FusedOracle(NudgedOracle):
-    """Nudged problems on a CUDA device that take a whole step of gradient descent in one kernel."""
-
-    def descend(
-        self, d: Params, lr: float, step: int = 0, batch_size: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """d ← d − lr ∇g(d), in place; data losses and ‖∇g‖ at the old d."""
-        from metanudge.engines import fused
-
-        loss, g = self.data_gradient(d, step, batch_size)
-        proximal, pull = self.inner.problem.proximal, self._pull
-        if (
-            isinstance(d, Flat)
-            and isinstance(g, Flat)
-            and isinstance(proximal, Diagonal)
-            and isinstance(pull, Flat | None)
-        ):
-            assert proximal.common is not None
-            matrix = None if pull is None else pull.matrix
-            return loss, fused.step(
-                d.matrix, g.matrix, proximal.common, matrix, self._pull_scale, lr
-            )
-        self.complete(g, d)
-        for name, leaf in d.items():
-            leaf.add_(g[name], alpha=-lr)
-        return loss, norm(g)
-
-
 def _collect(gradients: Sequence[Tensor], into: Params) -> None:
     """Copy gradients to where they belong, unless they are there."""
     pairs = [
@@ -435,14 +441,3 @@ def _collect(gradients: Sequence[Tensor], into: Params) -> None:
     ]
     if pairs:
         torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
-
-
-def _fuses(problem: Problem) -> bool:
-    on_cuda = (
-        problem.device.type == "cuda"
-        and triton_works()
-        and set(problem.theta_dtypes.values()) == {torch.float32}
-    )
-    return (
-        on_cuda and isinstance(problem.proximal, Diagonal) and problem.proximal.common is not None
-    )

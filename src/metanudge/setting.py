@@ -1,0 +1,133 @@
+"""What is learned: a model and its loss, and the term that ties a task's parameters to θ."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from metanudge.params import Params
+from metanudge.problem import Loss, Objective, Problem
+from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
+
+
+class Setting(nn.Module):
+    """The two-level problem of a learner, whose attributes may be exchanged at any time; see
+    `MetaLearner`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        lam: Stiffness | None,
+        learn_lam: Per | None,
+        adapt: str | Sequence[str] | None,
+        regulariser: Regulariser | None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+        if not callable(loss):
+            raise TypeError(
+                f"loss must be callable, got {type(loss).__name__}. Pass e.g."
+                " torch.nn.functional.cross_entropy."
+            )
+        if regulariser is not None and (lam is not None or learn_lam is not None):
+            raise ValueError(
+                "regulariser stands in place of ½λ‖φ − θ‖², so"
+                f" {'lam' if lam is not None else 'learn_lam'} would have no effect. Give one of"
+                " them."
+            )
+        if regulariser is not None and not callable(regulariser):
+            raise TypeError(
+                f"regulariser must be a function of (phi, theta), got {type(regulariser).__name__}."
+            )
+        self.model = model
+        self.loss = loss
+        self.lam: Stiffness = lam if lam is not None else 2.0
+        self.learn_lam = learn_lam
+        self.regulariser = regulariser
+        self.adapting = adapt
+        self.log_lam: LogStiffness | None = None
+        self._made: tuple[Hashable, Problem, Any] | None = None
+        fixed = self.problem()
+        if learn_lam is not None:
+            self.log_lam = LogStiffness(self.lam, learn_lam, fixed.parameters)
+            self.problem()
+
+    def problem(self) -> Problem:
+        """The two-level problem as it stands: made anew when parameters were frozen, moved, cast or
+        exchanged.
+        """
+        key = self._fingerprint()
+        if self._made is None or self._made[0] != key:
+            term = self.log_lam if self.log_lam is not None else self.lam
+            objective, patterns = Objective(self.model, self.loss), self.adapting
+            problem = Problem(objective, term, adapt=patterns, regulariser=self.regulariser)
+            # What the key knows by its id is kept alive with it: a freed object's id may be given
+            # to another.
+            lam = dict(self.lam) if isinstance(self.lam, Mapping) else self.lam
+            self._made = (key, problem, (lam, self.log_lam))
+        return self._made[1]
+
+    @property
+    def last_problem(self) -> Problem:
+        """The problem as it stood when it was last asked for."""
+        assert self._made is not None
+        return self._made[1]
+
+    def stiffness(self) -> Params:
+        """λ of each parameter that adapts as it is now, 0-d or of the parameter's shape
+        (copies).
+        """
+        problem = self.problem()
+        problem.proximal.refresh()
+        return {n: leaf.clone() for n, leaf in problem.lam.items()}
+
+    def lam_parameters(self) -> Iterator[nn.Parameter]:
+        """log λ, where it is learned."""
+        if self.log_lam is not None:
+            yield from self.log_lam.parameters()
+
+    def parameter_groups(self, lr: float, lam_lr: float | None = None) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer: the model's with `lr`, log λ with `lam_lr` (default:
+        `lr`) and without weight decay.
+
+        Example:
+            >>> import metanudge as mn, torch
+            >>> loss = nn.functional.mse_loss
+            >>> learner = mn.MetaLearner(nn.Linear(2, 1), loss, learn_lam="tensor")
+            >>> optimizer = torch.optim.AdamW(learner.parameter_groups(lr=1e-3, lam_lr=1e-2))
+            >>> [(len(group["params"]), group["lr"], group["weight_decay"])
+            ...     for group in optimizer.param_groups]
+            [(2, 0.001, 0.01), (2, 0.01, 0.0)]
+        """
+        model = {"params": list(self.model.parameters()), "lr": lr}
+        if self.log_lam is not None:
+            own = lr if lam_lr is None else lam_lr
+            return [model, {"params": [*self.lam_parameters()], "lr": own, "weight_decay": 0.0}]
+        if lam_lr is not None:
+            raise ValueError(
+                f"lam_lr={lam_lr!r} was given, but λ is not learned. Make the learner with"
+                " learn_lam, or leave lam_lr out."
+            )
+        return [model]
+
+    def _fingerprint(self) -> Hashable:
+        """What changes when the problem does, without waiting for the device."""
+        parts = (self.model, self.loss, self.regulariser, self.log_lam)
+        return (
+            tuple((id(p), p.requires_grad, p.device, p.dtype) for p in self.parameters()),
+            tuple(map(id, parts)),
+            _fingerprint(self.lam),
+            tuple(self.adapting) if isinstance(self.adapting, list) else self.adapting,
+        )
+
+
+def _fingerprint(lam: Stiffness) -> Hashable:
+    if isinstance(lam, Mapping):
+        return tuple((name, _fingerprint(value)) for name, value in lam.items())
+    return (id(lam), lam._version) if isinstance(lam, Tensor) else lam
