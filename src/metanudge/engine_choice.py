@@ -14,10 +14,9 @@ from typing import Literal, TypeVar
 import torch
 
 from metanudge.engines import Engine, InplaceEngine, StackedEngine, StackingError
-from metanudge.engines.accelerators import compilation, new_recorder, offers_for
-from metanudge.engines.ownership import claimed
 from metanudge.engines.room import bytes_per_row, free_memory, rows_that_fit
-from metanudge.engines.uninterrupted import restored, uninterrupted
+from metanudge.engines.stacked import compilation, new_recorder, offers_for
+from metanudge.engines.undisturbed import claimed, restored, uninterrupted
 from metanudge.estimators import Estimator
 from metanudge.problem import Problem
 from metanudge.setting import Setting

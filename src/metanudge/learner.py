@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from metanudge.engine_choice import EngineChoice, EngineName, Wish, at_work
 from metanudge.engines import Engine
 from metanudge.engines.randomness import mix
-from metanudge.engines.uninterrupted import obey
+from metanudge.engines.undisturbed import obey
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, Stats, meta_gradient
 from metanudge.estimators.run import Watch
 from metanudge.evaluation import Evaluation, adapt, evaluate

@@ -23,6 +23,11 @@ def _matrix(leaf: Tensor) -> Tensor:
     return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
 
 
+def num_rows(a: Mapping[str, Tensor]) -> int:
+    """How many rows the leaves have."""
+    return next(iter(a.values())).shape[0]
+
+
 def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """Inner product of each row, shape `(rows,)`."""
     products = [torch.linalg.vecdot(_matrix(a[name]), _matrix(b[name])) for name in a]

@@ -106,7 +106,7 @@ def test_equals_the_general_path_and_the_module_itself(make, estimator, training
     assert Chain.of(mn.MetaLearner(model, nn.functional.cross_entropy).problem()) is not None
     folded, stats, tolerance = result(model, tasks, estimator, engine="stacked")
     inplace, *_ = result(model, tasks, estimator, engine="inplace")
-    monkeypatch.setattr("metanudge.engines.accelerators._registered", [])
+    monkeypatch.setattr("metanudge.engines.stacked._registered", [])
     general, general_stats, _ = result(model, tasks, estimator, engine="stacked")
     for other in (general, inplace):
         assert float((folded - other).norm()) <= tolerance * float(other.norm())
@@ -124,7 +124,7 @@ def test_equals_the_general_path_and_the_module_itself(make, estimator, training
 def test_second_derivatives_equal_those_of_the_general_path(make, estimator, solver, monkeypatch):
     model, tasks = problem(make)
     folded, stats, _ = result(model, tasks, estimator, solver, engine="stacked")
-    monkeypatch.setattr("metanudge.engines.accelerators._registered", [])
+    monkeypatch.setattr("metanudge.engines.stacked._registered", [])
     general, general_stats, _ = result(model, tasks, estimator, solver, engine="stacked")
     assert float((folded - general).norm()) <= 1e-11 * float(general.norm())
     for key in (
@@ -158,7 +158,7 @@ def test_hessian_products_are_those_of_the_general_path(nudged, monkeypatch):
             return next(iter(groups)).data_hvp(d, v, offsets, 0, None)
 
     ours = products()
-    monkeypatch.setattr("metanudge.engines.accelerators._registered", [])
+    monkeypatch.setattr("metanudge.engines.stacked._registered", [])
     for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(products()), strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 

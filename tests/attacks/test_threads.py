@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import metanudge as mn
-from metanudge.engines import ownership
+from metanudge.engines import undisturbed
 from metanudge.engines.randomness import Draws
 
 ENGINES = ["inplace", "stacked"]
@@ -86,7 +86,7 @@ def test_shared_models_in_two_threads_are_refused_or_right(engine: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         for _ in range(100):
             assert all(pool.map(work, range(2)))
-    assert not ownership._claims
+    assert not undisturbed._claims
     for model, before in zip(models, values, strict=True):
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -151,14 +151,14 @@ def test_a_claim_ends_with_its_block() -> None:
 
     def fail() -> None:
         # the same thread may have it twice
-        with ownership.claimed(problem), ownership.claimed(problem):
+        with undisturbed.claimed(problem), undisturbed.claimed(problem):
             raise ValueError
 
     with pytest.raises(ValueError):
         fail()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(ownership.claimed(problem).__enter__).result(20)
-    ownership._claims.clear()
+        pool.submit(undisturbed.claimed(problem).__enter__).result(20)
+    undisturbed._claims.clear()
 
 
 class Stranger:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metanudge.engines.remainder import pieces, recovered, remainder
+from metanudge.engines.descent import pieces, recovered, remainder
 
 BITS = {torch.float32: 24, torch.float64: 53}
 

@@ -8,7 +8,7 @@ from types import FrameType
 import pytest
 
 from metanudge.engines import uninterrupted as module
-from metanudge.engines.uninterrupted import obey, restored, uninterrupted
+from metanudge.engines.undisturbed import obey, restored, uninterrupted
 
 
 class Told(Exception):

@@ -13,7 +13,7 @@ import torch
 
 from metanudge.accel import chain
 from metanudge.cli import main
-from metanudge.engines.accelerators import compiles
+from metanudge.engines.stacked import compiles
 from metanudge_lab.bench import rounding as module
 from metanudge_lab.bench import tables
 from metanudge_lab.bench.cases import CASES

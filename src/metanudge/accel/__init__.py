@@ -1,6 +1,6 @@
 """Faster gradients for models that are chains of common layers, and meta-steps as CUDA graphs.
 
-Known to the stacked engine by its registry only (see `engines.accelerators`). The library works
+Known to the stacked engine by its registry only (see `engines.stacked`). The library works
 without this folder, slower.
 """
 
@@ -14,7 +14,7 @@ from metanudge.accel.chain import Chain
 from metanudge.accel.group import ChainGroup
 from metanudge.accel.layers import NoChain
 from metanudge.accel.recordings import Recordings
-from metanudge.engines.accelerators import Offer, Recorder, register
+from metanudge.engines.stacked import Offer, Recorder, register
 from metanudge.problem import Problem
 from metanudge.task import Batch, Stack
 

@@ -19,8 +19,8 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from metanudge.engines.accelerators import MetaStep, SumT, compiles
-from metanudge.engines.own_generator import Habit
+from metanudge.engines.randomness import Habit
+from metanudge.engines.stacked import MetaStep, SumT, compiles
 from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import LinearSolver

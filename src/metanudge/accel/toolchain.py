@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from metanudge.engines.accelerators import compiles
+from metanudge.engines.stacked import compiles
 
 
 def triton_works() -> bool:

@@ -15,7 +15,7 @@ from metanudge.bilevel.inner import BilevelInner
 from metanudge.bilevel.problem import Bilevel, Function
 from metanudge.bilevel.tree import Tree
 from metanudge.engines import Cost
-from metanudge.engines.uninterrupted import uninterrupted
+from metanudge.engines.undisturbed import uninterrupted
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, NonFiniteError
 from metanudge.estimators.total import MetaGradient
 from metanudge.params import norm

@@ -4,7 +4,7 @@ what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from metanudge.problem import Problem
-from metanudge.task import Batch, describe
+from metanudge.problem import LossError, Problem
+from metanudge.task import Batch, Task, describe
 
 
 class StackingError(RuntimeError):
@@ -78,6 +78,24 @@ def cannot_stack(problem: Problem, run: Any, error: Exception) -> StackingError:
         f"The stacked engine runs many tasks through torch.func.vmap, and {place} does not support"
         f' it: {_first_line(error)}. Use engine="inplace", which needs nothing but loss.backward().'
     )
+
+
+def diagnosed(
+    problem: Problem, task: Task, run: Callable[[], object], error: Exception
+) -> Exception:
+    """What to raise when a stacked run fails: tell a model that refuses its data from one that
+    cannot be stacked, which runs by itself.
+    """
+    buffers = {f"model.{n}": b.detach().clone() for n, b in problem.objective.model.named_buffers()}
+    for which, batch in (("support", task.support), ("query", task.query)):
+        try:
+            with torch.no_grad():
+                functional_call(problem.objective, buffers, (batch,))
+        except LossError:
+            raise
+        except (RuntimeError, IndexError, ValueError, AssertionError) as alone:
+            return model_refuses(problem, batch, which, alone)
+    return error if isinstance(error, StackingError) else cannot_stack(problem, run, error)
 
 
 def _first_line(error: Exception) -> str:

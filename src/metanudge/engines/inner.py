@@ -14,9 +14,10 @@ from functools import cached_property
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from metanudge.params import Params, dot, tiled
+from metanudge.params import Params, dot, flatten, tiled, unflatten
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
 from metanudge.solvers.conjugate_gradient import LinearSolve
@@ -54,10 +55,12 @@ class Inner(ABC):
     Attributes:
         reports_solution: whether the un-nudged solution is wanted for itself, and solved for where
             the estimator does without.
+        columns_at_once: how many columns of a Hessian it makes side by side.
         path: how it takes gradients, and why not faster, for people.
     """
 
     reports_solution = False
+    columns_at_once = 1
     path = ""
 
     def __init__(self, problem: TwoLevels, places: Sequence[int], cost: Cost) -> None:
@@ -146,8 +149,21 @@ class Inner(ABC):
         raise NotImplementedError
 
     def hessian(self, d: Params) -> Tensor:
-        """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`."""
-        raise NotImplementedError
+        """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`; some columns at a time."""
+        size, dtype = sum(leaf[0].numel() for leaf in d.values()), next(iter(d.values())).dtype
+        columns = []
+        for part in torch.arange(size, device=self.problem.device).split(self.columns_at_once):
+            basis = F.one_hot(part, size).to(dtype).repeat_interleave(self.tasks, 0)
+            here = {n: torch.cat([leaf] * len(part)) for n, leaf in d.items()}
+            hv = self.data_hvp(here, unflatten(basis, d), None, 0, None)[2]
+            columns.append(flatten(hv).unflatten(0, (len(part), self.tasks)))
+        return torch.cat(columns).permute(1, 2, 0)
+
+    def shifted(self, d: Params | None, shift: Params | None) -> Params:
+        """Displacements d (None for those of θ itself) from a θ that was moved by a shift."""
+        if shift is None:
+            return self.zeros(self.tasks) if d is None else d
+        return shift if d is None else {n: leaf + shift[n] for n, leaf in d.items()}
 
     @property
     @abstractmethod
@@ -325,4 +341,4 @@ class NudgedOracle:
         ]
 
     def _place(self, d: Params) -> Params:
-        return d if self.shift is None else {n: leaf + self.shift[n] for n, leaf in d.items()}
+        return self.inner.shifted(d, self.shift)

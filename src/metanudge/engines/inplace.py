@@ -27,102 +27,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from metanudge.engines.descent import Descent, Forces, Listener, row, take_gradient
 from metanudge.engines.diagnosis import model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
-from metanudge.engines.ownership import claimed
 from metanudge.engines.randomness import Draws, minibatch
-from metanudge.engines.uninterrupted import restored, uninterrupted
+from metanudge.engines.undisturbed import Guard, claimed, restored, uninterrupted
 from metanudge.params import Params
 from metanudge.problem import LossError, Nudge, Problem
 from metanudge.proximal import Diagonal
 from metanudge.task import Batch, Task, TaskBatch, map_tensors
 
 Result = TypeVar("Result")
-
-
-class Guard:
-    """What the engine disturbs in the user's module, and how to put it back."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._parameters = problem.parameters
-        # a loss may have parameters of its own
-        self._gradients = [(p, p.grad) for p in problem.objective.parameters()]
-        self.theta = {n: p.detach().clone() for n, p in problem.parameters.items()}
-        model = problem.objective.model
-        self._buffers = [
-            _Buffer(module, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-        ]
-        self._versions = {n: p._version for n, p in problem.parameters.items()}
-        self.listener = Listener(problem.parameters)
-        self._shared = problem.shared
-
-    def clear(self) -> None:
-        """Take away what would be in the way of inner gradients; from here on the module is not as
-        it was.
-        """
-        for parameter, _ in self._gradients:
-            parameter.grad = None
-        self._want(adapting=True, shared=False)
-
-    @contextmanager
-    def sharing(self, *, adapting: bool = True) -> Iterator[None]:
-        """Gradients by the shared parameters, which inner steps do without, and by those that adapt
-        unless that is turned off.
-        """
-        self._want(adapting=adapting, shared=True)
-        try:
-            yield
-        finally:
-            self._want(adapting=True, shared=False)
-
-    def _want(self, *, adapting: bool, shared: bool) -> None:
-        if self._shared:
-            for parameters, on in ((self._parameters, adapting), (self._shared, shared)):
-                for parameter in parameters.values():
-                    parameter.requires_grad_(on)
-
-    def holds_still(self, name: str) -> bool:
-        """Whether a real parameter was written by nobody but the engine so far; an `nn.Embedding`
-        with `max_norm` writes its own.
-        """
-        parameter = self._parameters[name]
-        return parameter.is_floating_point() and parameter._version == self._versions[name]
-
-    def restore_buffers(self) -> None:
-        """Undo what a forward pass did to the buffers: BatchNorm's running statistics and the
-        like.
-        """
-        for buffer in self._buffers:
-            buffer.restore()
-
-    def restore(self) -> None:
-        """Put everything back; it does not matter how often."""
-        self.listener.close()
-        self._want(adapting=True, shared=True)
-        for name, parameter in self._parameters.items():
-            # .data: the values are what they were, so graphs made before stay valid
-            parameter.data.copy_(self.theta[name])
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        self.restore_buffers()
-        torch.clear_autocast_cache()
-
-
-@dataclass
-class _Buffer:
-    module: nn.Module
-    name: str
-    tensor: Tensor | None
-    value: Tensor | None
-
-    def restore(self) -> None:
-        if self.module._buffers[self.name] is not self.tensor:
-            self.module._buffers[self.name] = self.tensor
-        # Always: BatchNorm's kernels and writes through .data leave no trace in the version
-        # counter.
-        if self.tensor is not None:
-            assert self.value is not None
-            self.tensor.data.copy_(self.value)
 
 
 @dataclass(frozen=True)
@@ -147,10 +59,11 @@ class InplaceEngine:
         with uninterrupted(), claimed(problem):
             problem.proximal.refresh()
             draws, guard = Draws(seed, problem.device, problem.modules), Guard(problem)
-            with draws.preserved(), restored(guard.restore):
+            listener = Listener(problem.parameters)
+            with draws.preserved(), restored(guard.restore), restored(listener.close):
                 guard.clear()
                 yield (
-                    InplaceInner(problem, place, task, guard, draws, cost)
+                    InplaceInner(problem, place, task, guard, listener, draws, cost)
                     for place, task in enumerate(batch, first)
                 )
 
@@ -165,11 +78,19 @@ class InplaceInner(Inner):
     problem: Problem
 
     def __init__(
-        self, problem: Problem, place: int, task: Task, guard: Guard, draws: Draws, cost: Cost
+        self,
+        problem: Problem,
+        place: int,
+        task: Task,
+        guard: Guard,
+        listener: Listener,
+        draws: Draws,
+        cost: Cost,
     ) -> None:
         super().__init__(problem, [place], cost)
         self._task = task
         self._guard = guard
+        self._listener = listener
         self._draws = draws
 
     @property
@@ -221,8 +142,8 @@ class InplaceInner(Inner):
             parts=1 if offsets is None else 2,
         )
         if forces.pull is not None:  # a fourth copy, which d makes room for
-            descent.pack(n for n in self._guard.listener.names if self._guard.holds_still(n))
-        with self._guard.listener.handing_to(descent.take):
+            descent.pack(n for n in self._listener.names if self._guard.holds_still(n))
+        with self._listener.handing_to(descent.take):
             total = self._backward(self._support(step, batch_size), step, "support", None)
             self.cost.support_gradients += 1
             if offsets is not None:
@@ -281,7 +202,7 @@ class InplaceInner(Inner):
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d."""
         if shift is not None:
-            d = shift if d is None else {n: leaf + shift[n] for n, leaf in d.items()}
+            d = self.shifted(d, shift)
         loss, accuracy = self._evaluate(self._task.query, d, 0, "query")
         return Measured(loss.reshape(1), accuracy.reshape(1))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from metanudge.engines.randomness import Draws
-from metanudge.engines.uninterrupted import tensors_kept
+from metanudge.engines.undisturbed import tensors_kept
 from metanudge.problem import Problem
 from metanudge.task import Batch, Task
 

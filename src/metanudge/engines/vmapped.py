@@ -11,8 +11,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,21 +20,31 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from metanudge.engines.diagnosis import StackingError, cannot_stack, model_refuses
+from metanudge.engines.diagnosis import diagnosed
 from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
-from metanudge.params import Params, flatten, norm, unflatten
+from metanudge.params import Params, norm, num_rows
 from metanudge.problem import LossError, Problem
 from metanudge.solvers.base import LinearSolver, Solution, unroll
 from metanudge.task import Batch, Stack, map_tensors, num_examples
 
-_COLUMNS_AT_ONCE = 32
+Which = Literal["support", "query"]
+T = TypeVar("T")
+
+
+class Data(NamedTuple):
+    """What the model sees of one row, or of all."""
+
+    buffers: Params
+    support: Batch
+    query: Batch
 
 
 class StackedInner(Inner):
     """Tasks of equal shape side by side under `vmap`."""
 
     problem: Problem
+    columns_at_once = 32
 
     def __init__(
         self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost
@@ -64,18 +74,9 @@ class StackedInner(Inner):
         """Losses and gradient of f̂ + ν f for all rows."""
         rows = num_rows(d)
         self._count(rows, offsets)
-
-        def row(
-            d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch
-        ) -> tuple[Params, Tensor]:
-            def loss(d: Params) -> tuple[Tensor, Tensor]:
-                value = self._nudged(d, nu, buffers, support, query, step)
-                return value, value.detach()
-
-            return grad(loss, has_aux=True)(d)
-
+        slope = partial(self._slope, step=step)
         g, losses = self._over_rows(
-            row, rows, (d, offsets), step, batch_size, with_query=offsets is not None
+            slope, rows, (d, offsets), step, batch_size, with_query=offsets is not None
         )
         return losses, g
 
@@ -92,8 +93,8 @@ class StackedInner(Inner):
             leaves = {n: leaf.detach().requires_grad_() for n, leaf in d.items()}
             omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
 
-            def both(d: Params, buffers: Params, support: Batch, query: Batch) -> Tensor:
-                return self._loss(d, buffers, query, step, "query", self._theta | omega)[0]
+            def both(data: Data, d: Params) -> Tensor:
+                return self._loss(data, d, step, "query", self._theta | omega)[0]
 
             losses = self._over_rows(both, rows, (leaves,), step, None)
             g = torch.autograd.grad(
@@ -102,8 +103,8 @@ class StackedInner(Inner):
             found = dict(zip([*leaves, *omega], g, strict=True))
             return {n: leaf if n in leaves else leaf.unsqueeze(0) for n, leaf in found.items()}
 
-        def row(d: Params, buffers: Params, support: Batch, query: Batch) -> Params:
-            return grad(lambda d: self._loss(d, buffers, query, step, "query")[0])(d)
+        def row(data: Data, d: Params) -> Params:
+            return grad(lambda d: self._loss(data, d, step, "query")[0])(d)
 
         return self._over_rows(row, rows, (d,), step, None)
 
@@ -116,19 +117,9 @@ class StackedInner(Inner):
         rows = num_rows(d)
         self._count(rows, offsets)
         omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
-
-        def row(
-            d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch
-        ) -> Tensor:
-            value = self._loss(d, buffers, support, 0, "support", self._theta | omega)[0]
-            return (
-                value
-                if nu is None
-                else value + nu * self._loss(d, buffers, query, 0, "query", self._theta | omega)[0]
-            )
-
+        nudged = partial(self._nudged, step=0, theta=self._theta | omega)
         losses = self._over_rows(
-            row, rows, (d, offsets), 0, None, with_query=offsets is not None
+            nudged, rows, (d, offsets), 0, None, with_query=offsets is not None
         ).unflatten(0, (len(weights), -1))
         total = sum(
             (w * part.sum() for w, part in zip(weights[1:], losses[1:], strict=True)),
@@ -142,9 +133,9 @@ class StackedInner(Inner):
         rows = num_rows(d)
         still = {n: torch.zeros_like(p) for n, p in self._omega.items()}
 
-        def row(d: Params, v: Params, buffers: Params, support: Batch, query: Batch) -> Params:
+        def row(data: Data, d: Params, v: Params) -> Params:
             def along(e: Params) -> Tensor:
-                g = grad(lambda d: self._nudged(d | e, None, buffers, support, query, 0))(d)
+                g = grad(lambda d: self._nudged(data, d | e, None, step=0))(d)
                 return torch.stack([(leaf * v[n]).sum() for n, leaf in g.items()]).sum()
 
             return grad(along)(still)
@@ -156,27 +147,17 @@ class StackedInner(Inner):
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d for all rows."""
-        if shift is not None:
-            d = shift if d is None else {n: leaf + shift[n] for n, leaf in d.items()}
-        d = self.zeros(self.tasks) if d is None else d
-
-        def row(d: Params, buffers: Params, support: Batch, query: Batch) -> tuple[Tensor, Tensor]:
-            return self._loss(d, buffers, query, 0, "query")
-
+        d = self.shifted(d, shift)
+        loss = partial(self._loss, step=0, which="query")
         with torch.no_grad():
-            return Measured(*self._over_rows(row, num_rows(d), (d,), 0, None))
+            return Measured(*self._over_rows(loss, num_rows(d), (d,), 0, None))
 
     def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
         """f̂ + ν f without gradients."""
-
-        def row(
-            d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch
-        ) -> Tensor:
-            return self._nudged(d, nu, buffers, support, query, step)
-
+        rows, nudged = num_rows(d), partial(self._nudged, step=step)
         with torch.no_grad():
             return self._over_rows(
-                row, num_rows(d), (d, offsets), step, None, with_query=offsets is not None
+                nudged, rows, (d, offsets), step, None, with_query=offsets is not None
             )
 
     def data_hvp(
@@ -188,20 +169,14 @@ class StackedInner(Inner):
         rows = num_rows(d)
         _load_forward_mode()
 
-        def row(
-            d: Params, v: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch
-        ) -> Any:
-            def gradient(d: Params) -> tuple[Params, Tensor]:
-                def loss(d: Params) -> tuple[Tensor, Tensor]:
-                    value = self._nudged(d, nu, buffers, support, query, step)
-                    return value, value.detach()
-
-                return grad(loss, has_aux=True)(d)
+        def row(data: Data, d: Params, v: Params, nu: Tensor | None) -> Any:
+            def slope(d: Params) -> tuple[Params, Tensor]:
+                return self._slope(data, d, nu, step=step)
 
             if forward_mode:
-                g, hv, value = jvp(gradient, (d,), (v,), has_aux=True)  # type: ignore[misc]
+                g, hv, value = jvp(slope, (d,), (v,), has_aux=True)  # type: ignore[misc]
             else:
-                g, pull_back, value = vjp(gradient, d, has_aux=True)  # type: ignore[misc]
+                g, pull_back, value = vjp(slope, d, has_aux=True)  # type: ignore[misc]
                 (hv,) = pull_back(v)
             return value, g, hv
 
@@ -212,9 +187,8 @@ class StackedInner(Inner):
         except torch.cuda.OutOfMemoryError:
             raise
         except (NotImplementedError, RuntimeError):
-            forward_mode = (
-                False  # the Hessian is symmetric, so the transposed product is the product
-            )
+            # the Hessian is symmetric, so the transposed product is the product
+            forward_mode = False
             losses, g, hv = self._over_rows(*arguments, second_order=True)
         self._count(rows, offsets)
         self.cost.hessian_products += rows
@@ -225,9 +199,7 @@ class StackedInner(Inner):
         proximal = self.problem.proximal
         h = {n: p.detach() for n, p in self.problem.meta_parameters.items()}
 
-        def row(
-            start: Params, chosen: list[Tensor], buffers: Params, support: Batch, query: Batch
-        ) -> Any:
+        def row(data: Data, start: Params, chosen: list[Tensor]) -> Any:
             def outer(h: Params) -> Any:
                 force, mu = proximal.bind(
                     {n: h[n] for n in self._theta}, {n: h[n] for n in proximal.learned}
@@ -235,10 +207,13 @@ class StackedInner(Inner):
                 losses, residuals = [], []
 
                 def gradient(d: Params, step: int) -> Params:
-                    batch = map_tensors(lambda t: t[chosen[step]], support) if chosen else support
+                    part = data
+                    if chosen:
+                        batch = map_tensors(lambda t: t[chosen[step]], data.support)
+                        part = data._replace(support=batch)
 
                     def inner(d: Params) -> tuple[Tensor, Tensor]:
-                        value = self._loss(d, buffers, batch, step, "support", h)[0]
+                        value = self._loss(part, d, step, "support", h)[0]
                         return value, value.detach()
 
                     g, loss = grad(inner, has_aux=True)(d)
@@ -250,7 +225,7 @@ class StackedInner(Inner):
                     return g
 
                 d = unroll(solver, start, gradient, strong_convexity=mu, last=unrolled)
-                value = self._loss(d, buffers, query, 0, "query", h)[0]
+                value = self._loss(data, d, 0, "query", h)[0]
                 return value, (
                     torch.stack(losses).detach(),
                     torch.stack(residuals),
@@ -259,8 +234,8 @@ class StackedInner(Inner):
 
             return grad(outer, has_aux=True)(h)
 
-        chosen = self._minibatches(solver.steps, solver.batch_size)
-        arguments = (self.zeros(self.tasks), chosen)
+        drawn = (self._minibatch(step, solver.batch_size) for step in range(solver.steps))
+        arguments = (self.zeros(self.tasks), [indices for indices in drawn if indices is not None])
         g, (losses, residuals, d) = self._over_rows(
             row, self.tasks, arguments, 0, None, second_order=True
         )
@@ -278,25 +253,6 @@ class StackedInner(Inner):
             d, steps, residuals[-1], residuals[-1] / self.problem.smallest_lam, losses, residuals
         )
 
-    def hessian(self, d: Params) -> Tensor:
-        """Some columns at a time."""
-        size = sum(leaf[0].numel() for leaf in d.values())
-        columns = []
-        for first in range(0, size, _COLUMNS_AT_ONCE):
-            count = min(_COLUMNS_AT_ONCE, size - first)
-            basis = torch.zeros(
-                count, size, dtype=next(iter(d.values())).dtype, device=self.problem.device
-            )
-            basis[:, first : first + count] = torch.eye(count)
-            v = unflatten(basis.repeat_interleave(self.tasks, 0), d)
-            repeated = {n: torch.cat([leaf] * count) for n, leaf in d.items()}
-            columns.append(
-                flatten(self.data_hvp(repeated, v, None, 0, None)[2]).unflatten(
-                    0, (count, self.tasks)
-                )
-            )
-        return torch.cat(columns).permute(1, 2, 0)
-
     def apart(self, row: int) -> Inner:
         """One task of the group."""
         return type(self)(
@@ -304,13 +260,7 @@ class StackedInner(Inner):
         )
 
     def _loss(
-        self,
-        d: Params,
-        buffers: Params,
-        batch: Batch,
-        step: int,
-        which: str,
-        theta: Params | None = None,
+        self, data: Data, d: Params, step: int, which: Which, theta: Params | None = None
     ) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of one row at θ + d, with the shared parameters as they are unless d
         moves them too.
@@ -320,15 +270,28 @@ class StackedInner(Inner):
         phi |= {f"model.{n}": (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
         # Fresh copies: a module may write its buffers, and what it writes must not outlive this
         # evaluation.
-        kept = {n: b.clone() for n, b in buffers.items()} if self._buffers_written else buffers
+        written = self._buffers_written
+        kept = {n: b.clone() for n, b in data.buffers.items()} if written else data.buffers
+        batch = data.support if which == "support" else data.query
         with self._draws.seeded(step, which):
             return functional_call(self.problem.objective, (phi, kept), (batch,))
 
     def _nudged(
-        self, d: Params, nu: Tensor | None, buffers: Params, support: Batch, query: Batch, step: int
+        self, data: Data, d: Params, nu: Tensor | None, *, step: int, theta: Params | None = None
     ) -> Tensor:
-        value = self._loss(d, buffers, support, step, "support")[0]
-        return value if nu is None else value + nu * self._loss(d, buffers, query, step, "query")[0]
+        value = self._loss(data, d, step, "support", theta)[0]
+        return value if nu is None else value + nu * self._loss(data, d, step, "query", theta)[0]
+
+    def _slope(
+        self, data: Data, d: Params, nu: Tensor | None, *, step: int
+    ) -> tuple[Params, Tensor]:
+        """Gradient and value of one row's nudged loss."""
+
+        def loss(d: Params) -> tuple[Tensor, Tensor]:
+            value = self._nudged(data, d, nu, step=step)
+            return value, value.detach()
+
+        return grad(loss, has_aux=True)(d)
 
     def _over_rows(
         self,
@@ -342,85 +305,60 @@ class StackedInner(Inner):
         diagnose: bool = True,
         second_order: bool = False,
     ) -> Any:
-        """`vmap` a function of one row's arguments, buffers, support and query over all rows."""
+        """`vmap` a function of one row's data and arguments over all rows."""
         # vmap knows plain dicts only
         arguments = [
             dict(argument) if isinstance(argument, dict) else argument for argument in arguments
         ]
         repeats = rows // self.tasks
         support = self._minibatch_of_support(step, batch_size)
-        data = [
-            repeated(support, repeats),
-            repeated(self._stack.query, repeats) if with_query else None,
-        ]
+        query = repeated(self._stack.query, repeats) if with_query else None
         buffers = self._buffers
         if self._buffers_written:
             buffers = {n: b.expand(rows, *b.shape) for n, b in buffers.items()}
+        data = Data(buffers, repeated(support, repeats), query)
+        dims = (map_tensors(lambda _: 0, _constants_apart(batch)) for batch in data[1:])
         in_dims = (
+            Data(0 if self._buffers_written else None, *dims),  # type: ignore[arg-type]
             *(None if argument is None else 0 for argument in arguments),
-            0 if self._buffers_written else None,
-            *(map_tensors(lambda _: 0, _constants_apart(batch)) for batch in data),
         )
 
         def run() -> Any:
             # The fused attention kernels know no second derivatives and, on a CPU, no vmap.
             plain = second_order or self.problem.device.type == "cpu"
             with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
-                return vmap(function, in_dims=in_dims, randomness="same")(
-                    *arguments, buffers, *data
-                )
+                return vmap(function, in_dims=in_dims, randomness="same")(data, *arguments)
 
-        return self._explained(run) if diagnose else run()
-
-    def _explained(self, run: Callable[[], Any]) -> Any:
-        """Run, and where it fails say which sub-module and what to do."""
-        try:
-            return run()
-        except (torch.cuda.OutOfMemoryError, LossError):
-            raise
-        except (RuntimeError, NotImplementedError, IndexError, ValueError, AssertionError) as error:
-            raise self._diagnosed(run, error) from error
-
-    def _diagnosed(self, run: Callable[[], Any], error: Exception) -> Exception:
-        """Tell a model that refuses its data from one that cannot be stacked: only the latter runs
-        by itself.
-        """
-        task = self._stack.task(0)
-        for which, batch in (("support", task.support), ("query", task.query)):
-            try:
-                with torch.no_grad():
-                    buffers = {n: b.clone() for n, b in self._buffers.items()}
-                    functional_call(self.problem.objective, buffers, (batch,))
-            except LossError:
-                raise
-            except (RuntimeError, IndexError, ValueError, AssertionError) as alone:
-                return model_refuses(self.problem, batch, which, alone)
-        return error if isinstance(error, StackingError) else cannot_stack(self.problem, run, error)
+        return explained(self.problem, self._stack, run) if diagnose else run()
 
     def _count(self, rows: int, offsets: Tensor | None) -> None:
         self.cost.support_gradients += rows
         self.cost.query_gradients += rows if offsets is not None else 0
 
-    def _minibatches(self, steps: int, batch_size: int | None) -> list[Tensor]:
-        """Indices of each step's minibatch, `(tasks, batch_size)` a step; empty when all examples
-        are used.
-        """
+    def _minibatch(self, step: int, batch_size: int | None) -> Tensor | None:
+        """Indices of a step's minibatch, `(tasks, batch_size)`; None when all examples are used."""
         size = num_examples(self._stack.support, axis=1)
         if batch_size is None or batch_size >= size:
-            return []
-        return [self._minibatch(step, size, batch_size) for step in range(steps)]
-
-    def _minibatch(self, step: int, size: int, batch_size: int) -> Tensor:
+            return None
         rows = [minibatch(self._draws.seed, place, step, size, batch_size) for place in self.places]
         return torch.stack(rows).to(self.problem.device)
 
     def _minibatch_of_support(self, step: int, batch_size: int | None) -> Batch:
-        size = num_examples(self._stack.support, axis=1)
-        if batch_size is None or batch_size >= size:
+        chosen = self._minibatch(step, batch_size)
+        if chosen is None:
             return self._stack.support
-        chosen = self._minibatch(step, size, batch_size)
         tasks = torch.arange(len(chosen), device=chosen.device)[:, None]
         return map_tensors(lambda t: t[tasks, chosen], self._stack.support)
+
+
+def explained(problem: Problem, stack: Stack, run: Callable[[], T]) -> T:
+    """Run something on a stack of tasks, and where it fails say which sub-module and what to do."""
+    try:
+        return run()
+    except (torch.cuda.OutOfMemoryError, LossError):
+        raise
+    except (RuntimeError, NotImplementedError, IndexError, ValueError, AssertionError) as error:
+        raise diagnosed(problem, stack.task(0), run, error) from error
 
 
 @cache
@@ -431,11 +369,6 @@ def _load_forward_mode() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
-
-
-def num_rows(d: Params) -> int:
-    """How many rows the leaves have."""
-    return next(iter(d.values())).shape[0]
 
 
 def _constants_apart(batch: Batch) -> Batch:

@@ -6,7 +6,7 @@ import warnings
 from functools import partial
 
 from metanudge.engines import Engine
-from metanudge.engines.accelerators import MetaStep, Recorder
+from metanudge.engines.stacked import MetaStep, Recorder
 from metanudge.estimators.base import Estimator
 from metanudge.estimators.total import MetaGradient, Stats
 from metanudge.params import Params

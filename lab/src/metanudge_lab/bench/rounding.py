@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from metanudge.engines.accelerators import compilation, offers_for
+from metanudge.engines.stacked import compilation, offers_for
 from metanudge.problem import Objective, Problem
 from metanudge.training.precision import Precision, computing_in
 from metanudge_lab.bench.cases import Case

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from metanudge.engines.accelerators import compilation
+from metanudge.engines.stacked import compilation
 from metanudge.training.device import device_called
 from metanudge.training.errors import UserError
 from metanudge.training.files import write_text

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from metanudge.engines.uninterrupted import uninterrupted
+from metanudge.engines.undisturbed import uninterrupted
 from metanudge.learner import MetaLearner
 from metanudge.params import Params
 from metanudge.problem import Objective
