@@ -30,7 +30,7 @@ LAYERS = (
     {"engines"},
     {"accel"},
     {"estimators"},
-    {"tuning", "setting", "gradients", "evaluation"},
+    {"tuning", "setting", "evaluation"},
     {"engine_choice"},
     {"learner", "gradcheck", "bilevel"},
     {"testing"},

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -15,7 +15,7 @@ import torch
 
 from metanudge.engines import Engine, InplaceEngine, StackedEngine, StackingError
 from metanudge.engines.room import bytes_per_row, free_memory, rows_that_fit
-from metanudge.engines.stacked import compilation, new_recorder, offers_for
+from metanudge.engines.stacked import Recorder, compilation, new_recorder, offers_for
 from metanudge.engines.undisturbed import claimed, restored, uninterrupted
 from metanudge.estimators import Estimator
 from metanudge.problem import Problem
@@ -64,7 +64,8 @@ class Wish:
         if self.engine not in ENGINES:
             known = ", ".join(ENGINES)
             raise ValueError(f"Unknown engine {self.engine!r}. Choose one of: {known}.")
-        StackedEngine(self.chunk)
+        if self.chunk is not None:
+            StackedEngine(self.chunk)
 
     @property
     def second_order(self) -> bool:
@@ -77,14 +78,17 @@ class EngineChoice:
 
     Attributes:
         cannot_stack: why the model cannot be stacked, once that is known.
-        recorder: of meta-steps, where there is one.
     """
 
     def __init__(self) -> None:
         self.cannot_stack: str | None = None
-        self.recorder = new_recorder()
+        self._recorder = new_recorder()
         self._room: dict[Hashable, int | None] = {}
         self._about: Problem | None = None  # what `cannot_stack` is said of
+
+    def recorder(self, problem: Problem) -> Recorder | None:
+        """Of meta-steps, where one is of use."""
+        return None if problem.device.type == "cpu" else self._recorder
 
     def run(
         self,
@@ -193,5 +197,6 @@ def at_work(setting: Setting, *, compile: bool, alone: bool = True) -> Iterator[
     ):
         # only now: another thread's work would look like exchanged parameters
         problem = setting.problem()
-        with torch.inference_mode(False), torch.enable_grad(), compilation(compile):
+        compiling = nullcontext() if compile else compilation(False)
+        with torch.inference_mode(False), torch.enable_grad(), compiling:
             yield problem

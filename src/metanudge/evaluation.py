@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metanudge.engines import Cost, Engine, InplaceEngine
 from metanudge.engines.inplace import InplaceInner
 from metanudge.estimators import NonFiniteError
 from metanudge.estimators.run import advice_on
-from metanudge.problem import Problem
+from metanudge.problem import Objective, Problem
 from metanudge.solvers import Solver
 from metanudge.task import Batch, Task, TaskBatch
 
@@ -54,6 +57,11 @@ class Evaluation:
         return f"{text} ({len(self.loss)} tasks)"
 
 
+def with_steps(solver: Solver, steps: int | None) -> Solver:
+    """The solver with another number of steps, if one is given."""
+    return solver if steps is None else dataclasses.replace(solver, steps=steps)  # type: ignore[type-var]
+
+
 def evaluate(
     problem: Problem, batch: TaskBatch, solver: Solver, engine: Engine, seed: int
 ) -> Evaluation:
@@ -69,8 +77,12 @@ def evaluate(
     return Evaluation(*columns)
 
 
-def adapt(problem: Problem, support: Batch, solver: Solver, seed: int) -> None:
-    """Leave in the problem's own model what the solver makes of it on a support set."""
+def adapted(
+    own: Problem, patterns: str | Sequence[str] | None, support: Batch, solver: Solver, seed: int
+) -> nn.Module:
+    """A copy of a problem's model after a solve on a support set; `patterns` say what adapts."""
+    model = copy.deepcopy(own.objective.model)
+    problem = Problem(Objective(model, own.objective.loss), own.proximal, adapt=patterns)
     batch = TaskBatch.of(Task(support, support))
     problem.check_tasks(batch)
     with InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
@@ -83,3 +95,4 @@ def adapt(problem: Problem, support: Batch, solver: Solver, seed: int) -> None:
                 f" set. Take fewer steps, or {advice_on(problem, solver)}."
             )
         inner.adopt(solution.displacement)
+    return model

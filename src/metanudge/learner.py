@@ -4,8 +4,6 @@ user's own training loop takes over.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,12 +17,11 @@ from metanudge.engines.randomness import mix
 from metanudge.engines.undisturbed import obey
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, Stats, meta_gradient
 from metanudge.estimators.run import Watch
-from metanudge.evaluation import Evaluation, adapt, evaluate
-from metanudge.gradients import add_to_grad, meta_loss
+from metanudge.evaluation import Evaluation, adapted, evaluate, with_steps
 from metanudge.params import Params
-from metanudge.problem import Loss, Objective, Problem
+from metanudge.problem import Loss, Problem
 from metanudge.proximal import Per, Regulariser, Stiffness
-from metanudge.setting import Setting
+from metanudge.setting import Setting, add_to_grad, meta_loss
 from metanudge.solvers import EXAMPLES, GradientDescent, Solver
 from metanudge.solvers.base import check_kind
 from metanudge.task import Batch, Task, TaskBatch
@@ -37,8 +34,7 @@ class MetaLearner(Setting):
     """Learns an initialisation θ from which a model adapts to a new task in a few steps.
 
     Args:
-        model: any `nn.Module`; its parameters that require grad are θ. It is neither patched nor
-            copied.
+        model: any `nn.Module`, neither patched nor copied; its parameters that require grad are θ.
         loss: `loss(output, target)` for batches `(inputs, targets)`, or `loss(model, batch)` for
             anything else (its first parameter must then be named `model`, `module`, `net` or
             `network`, or be annotated as an `nn.Module`). Must return a scalar.
@@ -95,9 +91,7 @@ class MetaLearner(Setting):
         seed: int = 0,
         compile: bool = True,
     ) -> None:
-        super().__init__(
-            model, loss, lam=lam, learn_lam=learn_lam, adapt=adapt, regulariser=regulariser
-        )
+        super().__init__(model, loss, lam, learn_lam, adapt, regulariser)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be a whole number, got {seed!r}. Write e.g. seed=0.")
         self.solver: Solver = solver if solver is not None else GradientDescent(lr=0.1, steps=5)
@@ -111,6 +105,7 @@ class MetaLearner(Setting):
         self._choice = EngineChoice()
         self._watch = Watch()
         self._wish()
+        self.settle()
 
     def backward(
         self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0
@@ -125,8 +120,7 @@ class MetaLearner(Setting):
 
         Args:
             tasks: a `TaskBatch`, a `Task`, or tasks.
-            metrics: also measure query loss and accuracy before and after adaptation (a few forward
-                passes).
+            metrics: also measure query loss and accuracy before and after adaptation.
             seed: of this call's dropout masks and minibatches. Default: from the learner's seed and
                 the number of calls so far.
             first: place of the first task in a meta-batch shared among machines, so that each
@@ -170,29 +164,15 @@ class MetaLearner(Setting):
         self, problem: Problem, tasks: Tasks, metrics: bool, seed: int | None, first: int
     ) -> tuple[Params, Stats]:
         batch, solver = TaskBatch.of(tasks), self.solver
-        drawn = mix(self.seed, self.calls) if seed is None else seed
+        draw = mix(self.seed, self.calls) if seed is None else seed
+        recorder = self._choice.recorder(problem)
+        make = partial(meta_gradient, problem, batch, solver=solver, recorder=recorder)
 
         def run(engine: Engine) -> tuple[Params, Stats]:
             estimator = self.tuner.settled(
-                self.estimator,
-                problem,
-                batch,
-                solver=solver,
-                engine=engine,
-                seed=drawn,
-                first=first,
+                self.estimator, problem, batch, solver=solver, engine=engine, seed=draw, first=first
             )
-            return meta_gradient(
-                problem,
-                batch,
-                solver=solver,
-                estimator=estimator,
-                engine=engine,
-                seed=drawn,
-                metrics=metrics,
-                first=first,
-                recorder=self._choice.recorder,
-            )
+            return make(estimator=estimator, engine=engine, seed=draw, metrics=metrics, first=first)
 
         return self._choice.run(problem, batch, self._wish(), run)
 
@@ -227,10 +207,10 @@ class MetaLearner(Setting):
         if not is_automatic(estimator):
             raise ValueError(f'{estimator!r} leaves no ν to be chosen. Use FOBMAML(nu="auto").')
         batch = TaskBatch.of(tasks)
-        drawn = mix(self.seed, self.calls) if seed is None else seed
+        draw = mix(self.seed, self.calls) if seed is None else seed
         with self._at_work() as problem:
             look = partial(self.tuner.look, estimator, problem, batch, solver=self.solver)
-            look = partial(look, seed=drawn, first=first, rungs_at_once=rungs_at_once)
+            look = partial(look, seed=draw, first=first, rungs_at_once=rungs_at_once)
             return self._choice.run(problem, batch, self._wish(), lambda e: look(engine=e))
 
     def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
@@ -242,14 +222,11 @@ class MetaLearner(Setting):
             seed: of dropout masks and minibatches.
         """
         with self._at_work(alone=False) as own:
-            adapted = copy.deepcopy(self.model)
-            problem = Problem(Objective(adapted, self.loss), own.proximal, adapt=self.adapting)
-            adapt(problem, support, self._solver(steps), seed)
-        return adapted
+            return adapted(own, self.adapting, support, with_steps(self.solver, steps), seed)
 
     def evaluate(self, tasks: Tasks, *, steps: int | None = None, seed: int = 0) -> Evaluation:
         """Adapt to every task's support set and measure on its query set. Changes nothing."""
-        batch, solver = TaskBatch.of(tasks), self._solver(steps)
+        batch, solver = TaskBatch.of(tasks), with_steps(self.solver, steps)
         with self._at_work() as problem:
             problem.check_tasks(batch)
             run = partial(evaluate, problem, batch, solver, seed=seed)
@@ -261,19 +238,11 @@ class MetaLearner(Setting):
 
     def extra_repr(self) -> str:
         """Solver, estimator and engine, for `repr`."""
-        term: dict[str, object] = {"lam": self.lam}
-        if self.regulariser is not None:
-            term = {"regulariser": self.regulariser}
-        more = {"learn_lam": self.learn_lam, "adapt": self.adapting}
-        shown = term | {name: value for name, value in more.items() if value is not None}
-        shown |= {"solver": self.solver, "estimator": self.estimator, "engine": self.engine}
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        how = f"solver={self.solver!r}, estimator={self.estimator!r}, engine={self.engine!r}"
+        return f"{self.describe()}, {how}"
 
     def _wish(self) -> Wish:
         return Wish(self.engine, self.chunk, self.estimator, self.solver)
 
     def _at_work(self, *, alone: bool = True) -> AbstractContextManager[Problem]:
         return at_work(self, compile=self.compiled, alone=alone)
-
-    def _solver(self, steps: int | None) -> Solver:
-        return self.solver if steps is None else dataclasses.replace(self.solver, steps=steps)  # type: ignore[type-var]

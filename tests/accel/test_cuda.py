@@ -170,9 +170,9 @@ def test_a_replay_is_the_meta_step(name):
             for p, q in zip(recorded.model.parameters(), plain.model.parameters(), strict=True):
                 p.sub_(0.01 * torch.ones_like(p))
                 q.sub_(0.01 * torch.ones_like(q))
-    assert any(not isinstance(known, str) for known in recorded._choice.recorder._known.values()), (
-        "nothing was recorded"
-    )
+    assert any(
+        not isinstance(known, str) for known in recorded._choice._recorder._known.values()
+    ), "nothing was recorded"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_what_draws_random_numbers_is_not_recorded():
     learner = mn.MetaLearner(model, CE, engine="stacked")
     losses = {learner.meta_gradient(batch(), seed=seed)[1].query_loss for seed in range(4)}
     assert len(losses) == 4
-    assert set(learner._choice.recorder._known.values()) == {"as it is"}
+    assert set(learner._choice._recorder._known.values()) == {"as it is"}
 
 
 def test_another_mode_or_shape_is_another_recording():

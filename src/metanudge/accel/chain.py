@@ -22,12 +22,11 @@ from metanudge.accel import twice
 from metanudge.accel.layers import (
     ELEMENTWISE,
     TWICE,
-    NoChain,
     Signal,
     Steps,
     Weights,
     is_watched,
-    steps_of,
+    steps_of_problem,
 )
 from metanudge.accel.toolchain import triton_works
 from metanudge.accel.trunk import (
@@ -75,11 +74,7 @@ class Chain:
     @classmethod
     def of(cls, problem: Problem) -> Chain:
         """The problem's model as a chain; `NoChain` where it is anything else."""
-        if problem.objective.takes_model:
-            raise NoChain("the loss runs the model itself")
-        if len({leaf.dtype for leaf in problem.parameters.values()}) > 1:
-            raise NoChain("parameters of several dtypes adapt")
-        return cls(problem, steps_of(problem.objective.model))
+        return cls(problem, steps_of_problem(problem))
 
     @property
     def orders(self) -> dict[str, tuple[int, ...]]:

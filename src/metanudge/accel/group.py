@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metanudge.accel.chain import Chain
+from metanudge.accel.layers import NoChain, steps_of_problem
 from metanudge.accel.oracle import FlatOracle
 from metanudge.accel.passes import Part, Passes
+from metanudge.accel.recordings import Recordings
 from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws
+from metanudge.engines.stacked import Offer, Recorder
 from metanudge.engines.vmapped import StackedInner, explained
 from metanudge.params import Params, norm, num_rows
 from metanudge.problem import Nudge, Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import LinearSolver, Solution, Solver, unroll
-from metanudge.task import Stack
+from metanudge.task import Batch, Stack
 
 
 class ChainGroup(StackedInner):
@@ -243,3 +246,36 @@ class ChainGroup(StackedInner):
         """Weighted losses of all rows that can be differentiated twice."""
         self.path = self._paths[1]
         return self._passes.smooth(phi, part, step)
+
+
+class Chains:
+    """Takes the gradients of chains of layers on pairs of tensors."""
+
+    def offer(self, problem: Problem, stack: Stack) -> Offer | str:
+        """What a chain makes of these tasks, or why the model is none."""
+        sets = (stack.support, stack.query)
+        if not all(map(_is_pair, sets)):
+            return "no native layers: the data are no pairs of tensors"
+        try:
+            steps = steps_of_problem(problem)
+        except NoChain as reason:
+            return f"no native layers: {reason}"
+        chain = Chain(problem, steps)
+        blocks = [chain.why_no_blocks(inputs) for inputs, _ in sets]
+        why = next((reason for reason in blocks if reason is not None), None)
+        loss = "" if chain.has_cross_entropy else ", the loss by torch.func (no F.cross_entropy)"
+        path = "fused blocks" if why is None else f"native layers (no fused blocks: {why})"
+        paths = path + loss, "native layers, twice differentiable" + loss
+        return Offer(partial(ChainGroup, chain, paths), *paths, fused=why is None)
+
+    def recorder(self) -> Recorder:
+        """CUDA graphs."""
+        return Recordings()
+
+
+def _is_pair(batch: Batch) -> bool:
+    return (
+        isinstance(batch, (tuple, list))
+        and len(batch) == 2
+        and all(isinstance(leaf, Tensor) for leaf in batch)
+    )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from metanudge.accel import twice
-from metanudge.accel.trunk.match import halves, is_per_example
+from metanudge.problem import Problem
 
 ELEMENTWISE = (
     nn.ReLU,
@@ -188,6 +188,15 @@ class NoChain(ValueError):
     """Why a model is no chain of layers that have kernels of their own."""
 
 
+def steps_of_problem(problem: Problem) -> Steps:
+    """The layers of a problem's model; `NoChain` where it is no chain, or cannot run as one."""
+    if problem.objective.takes_model:
+        raise NoChain("the loss runs the model itself")
+    if len({leaf.dtype for leaf in problem.parameters.values()}) > 1:
+        raise NoChain("parameters of several dtypes adapt")
+    return steps_of(problem.objective.model)
+
+
 def steps_of(model: nn.Module, name: str = "the model") -> Steps:
     """The layers of a model one after the other, each with what runs it."""
     if is_watched(model):
@@ -232,3 +241,23 @@ def is_watched(module: nn.Module) -> bool:
         module._backward_pre_hooks,
     )
     return any(hooks) or "parametrizations" in module._modules
+
+
+def is_per_example(layer: nn.Module) -> bool:
+    """Whether a layer says that what it does to an example does not depend on the others."""
+    return getattr(type(layer), "per_example", False)
+
+
+def halves(layer: nn.MaxPool1d | nn.MaxPool2d) -> bool:
+    """Whether a max-pooling layer takes the larger of every two entries (along both axes) and does
+    nothing else.
+    """
+    options = (
+        layer.kernel_size,
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        layer.ceil_mode,
+        layer.return_indices,
+    )
+    return type(layer) in (nn.MaxPool1d, nn.MaxPool2d) and options == (2, 2, 0, 1, False, False)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from metanudge.accel.layers import halves, is_per_example
+
 NORM_OF: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
 POOL_OF: dict[type, type] = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d}
 
@@ -84,11 +86,6 @@ def match(layers: Sequence[nn.Module]) -> Match | None:
     return Match(tuple(before), tuple(blocks), at) if blocks else None
 
 
-def is_per_example(layer: nn.Module) -> bool:
-    """Whether a layer says that what it does to an example does not depend on the others."""
-    return getattr(type(layer), "per_example", False)
-
-
 def _block(layers: Sequence[nn.Module]) -> Block | None:
     if len(layers) < 4:
         return None
@@ -129,18 +126,3 @@ def _padding(conv: nn.Conv1d | nn.Conv2d) -> tuple[int, ...] | None:
     if conv.padding == "valid":
         return (0,) * len(conv.kernel_size)
     return tuple(k // 2 for k in conv.kernel_size) if all(k % 2 for k in conv.kernel_size) else None
-
-
-def halves(layer: nn.MaxPool1d | nn.MaxPool2d) -> bool:
-    """Whether a max-pooling layer takes the larger of every two entries (along both axes) and does
-    nothing else.
-    """
-    options = (
-        layer.kernel_size,
-        layer.stride,
-        layer.padding,
-        layer.dilation,
-        layer.ceil_mode,
-        layer.return_indices,
-    )
-    return type(layer) in (nn.MaxPool1d, nn.MaxPool2d) and options == (2, 2, 0, 1, False, False)

@@ -7,7 +7,7 @@ from types import FrameType
 
 import pytest
 
-from metanudge.engines import uninterrupted as module
+from metanudge.engines import undisturbed as module
 from metanudge.engines.undisturbed import obey, restored, uninterrupted
 
 
