@@ -18,6 +18,7 @@ NAMES = (
     "head",
     "trunk/cuda",
     "trunk/kernels",
+    "trunk/launches",
     "trunk/first_kernels",
     "trunk/tail",
     "trunk/tail_kernels",

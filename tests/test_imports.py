@@ -233,6 +233,7 @@ TRITON = (
     "accel/head.py",
     "accel/trunk/cuda.py",
     "accel/trunk/kernels.py",
+    "accel/trunk/launches.py",
     "accel/trunk/first_kernels.py",
     "accel/trunk/tail.py",
     "accel/trunk/tail_kernels.py",

@@ -38,17 +38,7 @@ def step(
     tiles = triton.cdiv(size, _BLOCK)
     squares = torch.empty(rows, tiles, dtype=torch.float32, device=d.device)
     _step[(tiles, rows)](
-        d,
-        g,
-        g if pull is None else pull,
-        lam,
-        squares,
-        size,
-        tiles,
-        lr,
-        pull_scale,
-        PULL=pull is not None,
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
+        d, g, g if pull is None else pull, lam, squares, size, tiles, lr, pull_scale,
+        PULL=pull is not None, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
     return squares.sum(1).sqrt()

@@ -18,42 +18,19 @@ from torch import Tensor
 
 from metanudge.accel.trunk import first_kernels, kernels
 from metanudge.accel.trunk.interface import BlockPlaces, BlockWeights
+from metanudge.accel.trunk.launches import (
+    ENOUGH_PROGRAMS,
+    Gradients,
+    Shape,
+    affine,
+    scale_and_shift,
+    shapes_of,
+    shares_of,
+    tile_of,
+)
 from metanudge.accel.trunk.match import Block
 
 _LARGEST_PATCH = 31  # numbers in a first layer's patch: with a 1 after it, two tensor-core tiles
-_ENOUGH_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The sizes of one block: what goes in, what the convolution makes of it, what pooling
-    leaves.
-    """
-
-    ci: int
-    co: int
-    kernel: tuple[int, int]
-    padding: tuple[int, int]
-    pool: tuple[int, int]
-    examples: int
-    before: tuple[int, int]
-    after: tuple[int, int]
-    pooled: tuple[int, int]
-    eps: float
-
-    @property
-    def taps(self) -> int:
-        return self.kernel[0] * self.kernel[1]
-
-    @property
-    def pixels(self) -> int:
-        """Of the convolution's output, all examples of a row together."""
-        return self.examples * self.after[0] * self.after[1]
-
-    @property
-    def entries(self) -> int:
-        """Of the pooled output, all examples of a row together."""
-        return self.examples * self.pooled[0] * self.pooled[1]
 
 
 @dataclass(frozen=True)
@@ -61,7 +38,7 @@ class _Prepared:
     images: Tensor  # (tasks, examples, height, width, channels)
     means: Tensor | None  # moments of the first layer's patches, where that layer is small enough
     covariance: Tensor | None
-    shapes: tuple[_Shape, ...]
+    shapes: tuple[Shape, ...]
     spatial: int
 
 
@@ -103,10 +80,10 @@ class CUDATrunk:
         """Channels last, and the moments of the first layer's patches."""
         spatial = inputs.ndim - 3
         x = inputs if spatial == 2 else inputs.unsqueeze(-2)
-        shapes = tuple(_shapes(self._blocks, x.shape[1], (x.shape[3], x.shape[4])))
+        shapes = tuple(shapes_of(self._blocks, x.shape[1], (x.shape[3], x.shape[4])))
         images = x.permute(0, 1, 3, 4, 2).float().contiguous()
         first = shapes[0]
-        if first.ci * first.taps > _LARGEST_PATCH:
+        if first.patch > _LARGEST_PATCH:
             return _Prepared(images.to(self._factors), None, None, shapes, spatial)
         return _Prepared(images, *_moments(images, first), shapes, spatial)
 
@@ -159,7 +136,7 @@ class CUDATrunk:
     ) -> list[Tensor | None]:
         """Gradients of all weights in the order of the blocks."""
         gradients = [
-            _Gradients.of(block, None if into is None else into[n])
+            Gradients.of(block, None if into is None else into[n])
             for n, block in enumerate(weights)
         ]
         offset = len(weights) - len(kept)
@@ -180,21 +157,21 @@ class CUDATrunk:
         ]
 
     def _first(
-        self, prepared: _Prepared, shape: _Shape, block: BlockWeights, dtype: torch.dtype
+        self, prepared: _Prepared, shape: Shape, block: BlockWeights, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        weight, gamma, beta = _affine(block)
+        weight, gamma, beta = affine(block)
         rows, width = weight.shape[0], kernels.width(shape.co)
         columns = triton.cdiv(shape.co, width)
         coefficients = weight.new_empty((rows, 2, shape.co))
         first_kernels.first_normalisation[(rows, columns)](
             weight, gamma, beta, prepared.means, prepared.covariance, coefficients,
             len(prepared.images), weight.stride(0), gamma.stride(0), beta.stride(0), shape.eps,
-            CO=shape.co, FEATURES=shape.ci * shape.taps, BLOCK_F=_features(shape), BLOCK_N=width,
+            CO=shape.co, FEATURES=shape.patch, BLOCK_F=shape.padded_patch, BLOCK_N=width,
             num_warps=4,
         )  # fmt: skip
         out = weight.new_empty((rows, shape.examples, *shape.pooled, shape.co), dtype=dtype)
         pick = weight.new_empty(out.shape, dtype=torch.uint8)
-        tiles, share = _shares(shape.entries, 64, rows * columns)
+        tiles, share = shares_of(shape.entries, 64, rows * columns)
         first_kernels.first_forward[(tiles, rows, columns)](
             prepared.images, weight, coefficients, out, pick, len(prepared.images),
             weight.stride(0), shape.entries, share,
@@ -202,19 +179,19 @@ class CUDATrunk:
             KW=shape.kernel[1],
             PAD_H=shape.padding[0], PAD_W=shape.padding[1], PH=shape.pool[0], PW=shape.pool[1],
             PRECISION=self._first_precision,
-            BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width, num_warps=4,
+            BLOCK_Q=shape.padded_window, BLOCK_P=64, BLOCK_N=width, num_warps=4,
         )  # fmt: skip
         return out, pick
 
     def _first_backward(
-        self, prepared: _Prepared, block: BlockWeights, found: _Gradients, pick: Tensor, dy: Tensor
+        self, prepared: _Prepared, block: BlockWeights, found: Gradients, pick: Tensor, dy: Tensor
     ) -> None:
         shape = prepared.shapes[0]
-        weight, gamma, beta = _affine(block)
+        weight, gamma, beta = affine(block)
         rows, tasks, width = weight.shape[0], len(prepared.images), kernels.width(shape.co)
         columns = triton.cdiv(shape.co, width)
-        tiles, share = _shares(shape.entries, 64, rows * columns, programs=2 * _ENOUGH_PROGRAMS)
-        sums = weight.new_empty((rows, tiles, _features(shape), shape.co))
+        tiles, share = shares_of(shape.entries, 64, rows * columns, programs=2 * ENOUGH_PROGRAMS)
+        sums = weight.new_empty((rows, tiles, shape.padded_patch, shape.co))
         ones = weight.new_empty((rows, tiles, shape.co))
         first_kernels.first_sums_backward[(tiles, rows, columns)](
             prepared.images, pick, dy, sums, ones, tasks, shape.entries, tiles, share,
@@ -222,35 +199,32 @@ class CUDATrunk:
             KW=shape.kernel[1],
             PAD_H=shape.padding[0], PAD_W=shape.padding[1], PH=shape.pool[0], PW=shape.pool[1],
             PRECISION=self._first_precision,
-            BLOCK_F=_features(shape), BLOCK_Q=_window(shape), BLOCK_P=64, BLOCK_N=width,
+            BLOCK_F=shape.padded_patch, BLOCK_Q=shape.padded_window, BLOCK_P=64, BLOCK_N=width,
             num_warps=4,
         )  # fmt: skip
-        dense = found.weight[0].is_contiguous()
-        dweight = (
-            found.weight
-            if dense
-            else torch.empty_like(found.weight, memory_format=torch.contiguous_format)
-        )
+        dweight, dense = found.weight, found.weight[0].is_contiguous()
+        if not dense:
+            dweight = torch.empty_like(dweight, memory_format=torch.contiguous_format)
         first_kernels.first_backward[(rows, columns)](
             sums, ones, weight, gamma, beta, prepared.means, prepared.covariance, dweight,
             found.gamma, found.beta, found.bias,
             tasks, tiles, weight.stride(0), gamma.stride(0), beta.stride(0),
             dweight.stride(0), found.gamma.stride(0), found.beta.stride(0), found.bias.stride(0),
             shape.eps,
-            CO=shape.co, FEATURES=shape.ci * shape.taps, BIAS=block.bias is not None,
-            BLOCK_F=_features(shape), BLOCK_N=width, num_warps=4,
+            CO=shape.co, FEATURES=shape.patch, BIAS=block.bias is not None,
+            BLOCK_F=shape.padded_patch, BLOCK_N=width, num_warps=4,
         )  # fmt: skip
         if not dense:
             found.weight.copy_(dweight)
 
     def _later(
-        self, shape: _Shape, x: Tensor, block: BlockWeights, dtype: torch.dtype
+        self, shape: Shape, x: Tensor, block: BlockWeights, dtype: torch.dtype
     ) -> tuple[Tensor, _Kept]:
-        weight, (gamma, beta) = block.weight, _scale_and_shift(block)
+        weight, (gamma, beta) = block.weight, scale_and_shift(block)
         rows, width = weight.shape[0], kernels.width(shape.co)
         columns = triton.cdiv(shape.co, width)
         packed = self._packed(shape, weight)
-        tile = _tile(shape.pixels)
+        tile = tile_of(shape.pixels)
         tiles = triton.cdiv(shape.pixels, tile)
         z = weight.new_empty((rows, shape.examples, *shape.after, shape.co), dtype=self._between)
         stats = weight.new_empty((rows, tiles, 2, shape.co))
@@ -271,9 +245,9 @@ class CUDATrunk:
 
     def _later_backward(
         self,
-        shape: _Shape,
+        shape: Shape,
         block: BlockWeights,
-        found: _Gradients,
+        found: Gradients,
         kept: _Kept,
         dy: Tensor,
         *,
@@ -308,8 +282,8 @@ class CUDATrunk:
         self._convolve(shape, dz, kept.weight, dx, factor, back=True)
         return dx
 
-    def _packed(self, shape: _Shape, weight: Tensor) -> Tensor:
-        weight = _by_taps(weight)
+    def _packed(self, shape: Shape, weight: Tensor) -> Tensor:
+        weight = weight.flatten(3)
         packed = weight.new_empty(
             (weight.shape[0], shape.taps, shape.co, shape.ci), dtype=self._factors
         )
@@ -326,7 +300,7 @@ class CUDATrunk:
         return packed
 
     def _convolve(
-        self, shape: _Shape, x: Tensor, weight: Tensor, out: Tensor, beside: Tensor, *, back: bool
+        self, shape: Shape, x: Tensor, weight: Tensor, out: Tensor, beside: Tensor, *, back: bool
     ) -> None:
         ci, co = (shape.co, shape.ci) if back else (shape.ci, shape.co)
         before, after = (shape.after, shape.before) if back else (shape.before, shape.after)
@@ -334,7 +308,7 @@ class CUDATrunk:
             k - 1 - p if back else p for k, p in zip(shape.kernel, shape.padding, strict=True)
         )
         pixels = shape.examples * after[0] * after[1]
-        tile = _tile(pixels)
+        tile = tile_of(pixels)
         tiles = triton.cdiv(pixels, tile)
         kernels.convolve[(tiles, weight.shape[0], triton.cdiv(co, kernels.width(co)))](
             x, weight, out, beside, x.shape[0], pixels, *before, *after, tiles,
@@ -345,21 +319,16 @@ class CUDATrunk:
         )  # fmt: skip
 
     def _weight_backward(
-        self, shape: _Shape, x: Tensor, dz: Tensor, factor: Tensor, found: Tensor
+        self, shape: Shape, x: Tensor, dz: Tensor, factor: Tensor, found: Tensor
     ) -> None:
         rows, wide, tall = found.shape[0], kernels.width(shape.ci), kernels.width(shape.co)
         blocks = triton.cdiv(shape.ci, wide) * triton.cdiv(shape.co, tall)
         step = 64 if shape.pixels >= 64 else 32
-        shares = max(
-            1,
-            min(
-                triton.cdiv(shape.pixels, 4 * step),
-                triton.cdiv(_ENOUGH_PROGRAMS, rows * shape.taps * blocks),
-            ),
-        )
+        enough = triton.cdiv(ENOUGH_PROGRAMS, rows * shape.taps * blocks)
+        shares = max(1, min(triton.cdiv(shape.pixels, 4 * step), enough))
         share = triton.cdiv(triton.cdiv(shape.pixels, shares), step) * step
         shares = triton.cdiv(shape.pixels, share)
-        target = _by_taps(found)
+        target = found.flatten(3)  # a view wherever the kernel's axes lie one after the other
         direct = shares == 1 and target.data_ptr() == found.data_ptr()
         out = (
             target.unsqueeze(0)
@@ -378,35 +347,6 @@ class CUDATrunk:
         )  # fmt: skip
         if not direct:
             found.copy_(out.sum(0).view(found.shape) if shares > 1 else out[0].reshape(found.shape))
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """Where a block's gradients go."""
-
-    weight: Tensor
-    bias: Tensor
-    gamma: Tensor
-    beta: Tensor
-
-    @classmethod
-    def of(cls, block: BlockWeights, into: BlockPlaces | None) -> _Gradients:
-        """The given places, and new ones where none is given; the sums for scale and shift are
-        needed anyway.
-        """
-        weight, (bias, gamma, beta) = block.weight.shape, [block.weight.shape[:2]] * 3
-        given = BlockPlaces() if into is None else into
-        pairs = zip((weight, bias, gamma, beta), given, strict=True)
-        return cls(
-            *(block.weight.new_empty(shape) if place is None else place for shape, place in pairs)
-        )
-
-    def wanted(self, block: BlockWeights) -> tuple[Tensor | None, ...]:
-        """The gradients of what the block has."""
-        found = (self.weight, self.bias, self.gamma, self.beta)
-        return tuple(
-            None if leaf is None else gradient for leaf, gradient in zip(block, found, strict=True)
-        )
 
 
 class _Run(torch.autograd.Function):
@@ -434,53 +374,12 @@ class _Run(torch.autograd.Function):
         return (None, None, None, *found)
 
 
-def _shapes(blocks: Sequence[Block], examples: int, spatial: tuple[int, int]) -> list[_Shape]:
-    shapes = []
-    for block in blocks:
-        kernel, padding = _pair(block.kernel, 1), _pair(block.padding, 0)
-        pool = _pair((2,) * len(block.kernel), 1)
-        height, width = (
-            n + 2 * p - k + 1 for n, p, k in zip(spatial, padding, kernel, strict=True)
-        )
-        pooled = height // pool[0], width // pool[1]
-        before, after, conv = spatial, (height, width), block.conv
-        shapes.append(
-            _Shape(
-                conv.in_channels, conv.out_channels, kernel, padding, pool,
-                examples, before, after, pooled, block.eps,
-            )
-        )  # fmt: skip
-        spatial = pooled
-    return shapes
-
-
-def _affine(block: BlockWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight, scale and shift as the first layer's kernels want them: each row dense, rows
-    anywhere.
-    """
-    weight = block.weight if block.weight[0].is_contiguous() else block.weight.contiguous()
-    return weight, *_scale_and_shift(block)
-
-
-def _scale_and_shift(block: BlockWeights) -> tuple[Tensor, Tensor]:
-    shape = block.weight.shape[:2]
-    gamma = block.weight.new_ones(shape) if block.gamma is None else block.gamma
-    beta = block.weight.new_zeros(shape) if block.beta is None else block.beta
-    gamma, beta = (leaf if leaf.stride(1) == 1 else leaf.contiguous() for leaf in (gamma, beta))
-    return gamma, beta
-
-
-def _by_taps(weight: Tensor) -> Tensor:
-    """`(rows, co, ci, taps)`: a view wherever the kernel's axes lie one after the other."""
-    return weight.flatten(3)
-
-
-def _moments(images: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
+def _moments(images: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """Means `(tasks, features)` and covariances `(tasks, features, features)` of the patches that a
     first layer sees.
     """
-    tasks, block, features = len(images), _features(shape), shape.ci * shape.taps
-    tiles, share = _shares(shape.pixels, 32, tasks, programs=16 * _ENOUGH_PROGRAMS)
+    tasks, block, features = len(images), shape.padded_patch, shape.patch
+    tiles, share = shares_of(shape.pixels, 32, tasks, programs=16 * ENOUGH_PROGRAMS)
     centre = images.flatten(1).mean(1)
     parts = images.new_empty((tasks, tiles, block, block))
     first_kernels.patch_moments[(tiles, tasks)](
@@ -492,36 +391,5 @@ def _moments(images: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
     moments = parts.double().sum(1) / shape.pixels
     mean = moments[:, features, :features]
     covariance = moments[:, :features, :features] - mean.unsqueeze(2) * mean.unsqueeze(1)
-    return (
-        mean + centre.double().unsqueeze(1)
-    ).float().contiguous(), covariance.float().contiguous()
-
-
-def _shares(
-    entries: int, step: int, others: int, programs: int = 4 * _ENOUGH_PROGRAMS
-) -> tuple[int, int]:
-    """How many programs share the entries of one row, and how many entries (a multiple of `step`)
-    each takes.
-    """
-    tiles = max(1, min(triton.cdiv(entries, step), triton.cdiv(programs, others)))
-    share = triton.cdiv(triton.cdiv(entries, tiles), step) * step
-    return triton.cdiv(entries, share), share
-
-
-def _features(shape: _Shape) -> int:
-    return max(16, triton.next_power_of_2(shape.ci * shape.taps + 1))
-
-
-def _window(shape: _Shape) -> int:
-    height, width = (k + p - 1 for k, p in zip(shape.kernel, shape.pool, strict=True))
-    return max(16, triton.next_power_of_2(shape.ci * height * width))
-
-
-def _tile(pixels: int) -> int:
-    return 128 if pixels >= 4096 else 64 if pixels >= 64 else 32
-
-
-def _pair(sizes: Sequence[int], missing: int) -> tuple[int, int]:
-    """Sizes along height and width, of which a one-dimensional layer has the last only."""
-    height, width = (missing, *sizes)[-2:]
-    return height, width
+    mean = mean + centre.double().unsqueeze(1)
+    return mean.float().contiguous(), covariance.float().contiguous()

@@ -99,33 +99,14 @@ class _Tail(torch.autograd.Function):
         )
         coefficients = z.new_empty((4, sizes.channels), dtype=torch.float32)
         kernels.normalisation[(1, sizes.columns)](
-            stats,
-            gamma,
-            beta,
-            coefficients,
-            sizes.pixels,
-            tiles,
-            0,
-            0,
-            eps,
-            TILE=_TILE,
-            BLOCK_T=64,
-            **sizes.blocks,
-        )
+            stats, gamma, beta, coefficients, sizes.pixels, tiles, 0, 0, eps,
+            TILE=_TILE, BLOCK_T=64, **sizes.blocks,
+        )  # fmt: skip
         y, pick = sizes.pooled(z), sizes.pooled(z, torch.uint8)
         kernels.normalise_and_pool[(triton.cdiv(sizes.entries, 32), 1, sizes.columns)](
-            z,
-            coefficients,
-            y,
-            pick,
-            sizes.entries,
-            *sizes.before,
-            *sizes.after,
-            PH=2,
-            PW=2,
-            BLOCK_P=32,
-            **sizes.blocks,
-        )
+            z, coefficients, y, pick, sizes.entries, *sizes.before, *sizes.after,
+            PH=2, PW=2, BLOCK_P=32, **sizes.blocks,
+        )  # fmt: skip
         ctx.save_for_backward(z, gamma, coefficients, pick)
         return y
 
@@ -144,20 +125,9 @@ class _Back(torch.autograd.Function):
         tiles = triton.cdiv(sizes.entries, _TILE)
         sums = z.new_empty((tiles, 3, sizes.channels), dtype=torch.float32)
         kernels.sums_backward[(tiles, 1, sizes.columns)](
-            z,
-            coefficients,
-            pick,
-            dy,
-            sums,
-            sizes.entries,
-            *sizes.before,
-            *sizes.after,
-            tiles,
-            PH=2,
-            PW=2,
-            BLOCK_P=_TILE,
-            **sizes.blocks,
-        )
+            z, coefficients, pick, dy, sums, sizes.entries, *sizes.before, *sizes.after, tiles,
+            PH=2, PW=2, BLOCK_P=_TILE, **sizes.blocks,
+        )  # fmt: skip
         first = sums[:, :2].sum(0)  # Σ g and Σ g·x̂
         dbeta, dgamma = first
         dz, one = torch.empty_like(z), z.new_ones(1, dtype=torch.float32)
