@@ -179,7 +179,7 @@ def check_engines_agree(
     assert error < tol, f"the engines differ by {error:.1e}"
     # Rows that stop early still ride along with the others on the stacked engine: there the number
     # of gradients differs.
-    different = {"engine"}
+    different = {"engine", "path"}
     if getattr(options.get("solver", SOLVER), "tol", None) is not None:
         different |= {"support_gradients", "query_gradients", "hessian_products"}
     for field in fields(stats):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import metanudge as mn
 from metanudge.accel import chain
-from metanudge.accel.trunk import BlockWeights, match
+from metanudge.accel.trunk.blocks import BlockWeights, match
 from metanudge.models import Conv4
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.accel.chain import Chain, losses_of_rows
-from metanudge.accel.trunk import BlockWeights, cpu, first_block, join, match, trunk_for
+from metanudge.accel.trunk import cpu, first_block, trunk_for
+from metanudge.accel.trunk.blocks import BlockWeights, match
 from metanudge.accel.trunk.convolution import Columns, Native
 from metanudge.problem import Objective
 
@@ -82,7 +83,7 @@ def by_trunk(
         for b in found.blocks
     ]
     prepared = (
-        join(trunk, [trunk.prepare(part) for part in x.split(list(sets), 1)])
+        trunk.join([trunk.prepare(part) for part in x.split(list(sets), 1)])
         if sets
         else trunk.prepare(x)
     )
@@ -196,9 +197,9 @@ def test_many_small_groups_do_not_go_together():
     assert found is not None
     trunk = trunk_for(torch.device("cpu"), torch.float64, found.blocks)
     assert trunk is not None
-    assert join(trunk, [trunk.prepare(images((1, 17), n)) for n in (5, 7)]) is not None
-    assert join(trunk, [trunk.prepare(images((1, 17), n)) for n in (8, 9)]) is None
-    assert join(trunk, [trunk.prepare(images((1, n))) for n in (17, 19)]) is None, (
+    assert trunk.join([trunk.prepare(images((1, 17), n)) for n in (5, 7)]) is not None
+    assert trunk.join([trunk.prepare(images((1, 17), n)) for n in (8, 9)]) is None
+    assert trunk.join([trunk.prepare(images((1, n))) for n in (17, 19)]) is None, (
         "of different sizes"
     )
 

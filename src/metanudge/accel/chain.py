@@ -29,19 +29,8 @@ from metanudge.accel.layers import (
     steps_of_problem,
 )
 from metanudge.accel.toolchain import triton_works
-from metanudge.accel.trunk import (
-    Block,
-    BlockPlaces,
-    BlockWeights,
-    Tail,
-    Trunk,
-    join,
-    match,
-    order_for,
-    rows_at_once,
-    tail_for,
-    trunk_for,
-)
+from metanudge.accel.trunk import order_for, trunk_for
+from metanudge.accel.trunk.blocks import Block, BlockPlaces, BlockWeights, Tail, Trunk, match
 from metanudge.params import Params
 from metanudge.problem import Loss, Objective, Problem
 
@@ -66,6 +55,7 @@ class Chain:
     def __init__(self, problem: Problem, steps: Steps) -> None:
         self._steps = steps
         self.has_cross_entropy = is_cross_entropy(problem.objective.loss)
+        self._judge = losses_of_rows(problem.objective)
         self._names = {id(p): name for name, p in problem.parameters.items()}
         self._trunk = match([layer for layer, _ in steps])
         self._device = problem.device
@@ -108,7 +98,7 @@ class Chain:
         x, trunk = self._with_trunk(inputs)
         if trunk is None:
             return [Data(slice(0, tasks), inputs)]
-        limit = rows_at_once(trunk, x)
+        limit = trunk.rows_at_once(x)
         each = tasks if limit is None else math.ceil(tasks / math.ceil(tasks / limit))
         portions = [slice(first, min(first + each, tasks)) for first in range(0, tasks, each)]
         return [
@@ -137,7 +127,7 @@ class Chain:
         # else examples might meet elsewhere than in the blocks
         if not apart or not self.has_cross_entropy:
             return None
-        prepared = join(trunk, [first.prepared for first in firsts])
+        prepared = trunk.join([first.prepared for first in firsts])
         return None if prepared is None else replace(firsts[0], prepared=prepared)
 
     def losses_of_sets(
@@ -175,17 +165,12 @@ class Chain:
         return self._run(data, phi, into, self._steps).unfold()
 
     def losses(
-        self,
-        data: Data,
-        targets: Tensor,
-        phi: Params,
-        objective: Objective,
-        into: Params | None = None,
+        self, data: Data, targets: Tensor, phi: Params, into: Params | None = None
     ) -> Tensor:
         """Losses `(rows,)`; targets have a row axis, `into` is as for `outputs`."""
         last = self._steps[-1][0]
         if not self._has_head(last) or targets.ndim != 2 or targets.dtype != torch.long:
-            return losses_of_rows(objective)(self.outputs(data, phi, into), targets)
+            return self._judge(self.outputs(data, phi, into), targets)
         from metanudge.accel.head import cross_entropy
 
         weight, bias = self._weights(phi)(last, "weight"), self._weights(phi)(last, "bias")
@@ -194,23 +179,22 @@ class Chain:
         x = self._run(data, phi, into, self._steps[:-1]).unfold().float()
         return cross_entropy(x, weight, bias, targets, (place(last, "weight"), place(last, "bias")))
 
-    def losses_layer_by_layer(
-        self, inputs: Tensor, targets: Tensor, phi: Params, objective: Objective
-    ) -> Tensor:
+    def losses_layer_by_layer(self, inputs: Tensor, targets: Tensor, phi: Params) -> Tensor:
         """Losses `(rows,)` made of operations that can be differentiated twice; targets have a row
         axis.
         """
         steps = [(layer, TWICE.get(step, step)) for layer, step in self._steps]
         if self._trunk is not None:
             before, blocks, layers = self._trunk.before, self._trunk.blocks, self._trunk.layers
-            tail = tail_for(self._with_trunk(inputs)[1], blocks)
+            trunk = self._with_trunk(inputs)[1]
+            tail = None if trunk is None else trunk.tail
             if tail is not None:
                 middle: Steps = [
                     (block.conv, partial(_block_twice, block, tail)) for block in blocks
                 ]
                 steps = [*steps[: len(before)], *middle, *steps[layers:]]
         outputs = self._run(Data(slice(0, len(inputs)), inputs), phi, None, steps).unfold()
-        return losses_of_rows(objective)(outputs, targets)
+        return self._judge(outputs, targets)
 
     def _has_head(self, last: nn.Module) -> bool:
         """Whether the model ends in what `head` does on a CUDA device."""

@@ -6,7 +6,7 @@ of all would take much memory; support and query set go together where that is f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,7 +76,8 @@ class Passes:
             phi, values = self.moved(d), []
             for rows, data, targets in self._portions(self._stack.query, "query", num_rows(d)):
                 some = {n: p[rows] for n, p in phi.items()}
-                outputs = self._seeded(partial(self._chain.outputs, data, some), 0, "query")
+                run = partial(self._seeded, 0, "query", self._chain.outputs, data, some)
+                outputs = self._explained(run)
                 values.append(self._explained(partial(judge, outputs, targets)))
         return Measured(*(torch.cat(column) for column in zip(*values, strict=True)))
 
@@ -84,39 +85,32 @@ class Passes:
         """Weighted losses of all rows that can be differentiated twice."""
         (inputs, targets), which, weight = part
         targets = repeated(targets, num_rows(phi) // self._tasks)
-        with self._draws.seeded(step, which):
-            losses = self._chain.losses_layer_by_layer(inputs, targets, phi, self._objective)
+        losses = self._seeded(step, which, self._chain.losses_layer_by_layer, inputs, targets, phi)
         return losses if weight is None else losses * weight
 
     def gradient(self, d: Params, parts: list[Part], step: int) -> tuple[Tensor, Flat]:
         """Losses and gradient of a weighted sum of losses; rows do not mix, so the gradient of
         their sum has every row's.
         """
-        number = num_rows(d)
+        number, phi = num_rows(d), self.moved(d)
         joined, weight = self._join(parts, number), parts[-1][2]
         if joined is not None and weight is not None:
-            return self._gradient_of_both(d, joined, weight)
-        phi, theta, objective = self.moved(d), self.theta, self._objective
+            obey()
+            found, shares = self._room(number), joined.weighted(weight)
+            both = partial(self._chain.losses_of_sets, joined.data, joined.targets, shares)
+            return self._backward(both, phi, found), self._in_dtype_of(d, found)
         total: Tensor | None = None
         gradient: Flat | None = None
         for batch, which, weight in parts:
-            losses, found = [], theta.like(theta.matrix.new_empty(number, theta.matrix.numel()))
+            losses, found = [], self._room(number)
             for rows, data, targets in self._portions(batch, which, number):
-                some = rows != slice(0, number)
-                leaves = {
-                    n: (leaf[rows] if some else leaf).detach().requires_grad_()
-                    for n, leaf in phi.items()
-                }
-                into = {n: leaf[rows] for n, leaf in found.items()} if some else found
-                value = self._seeded(
-                    partial(self._chain.losses, data, targets, leaves, objective, into), step, which
+                own, into = (
+                    of if rows == slice(0, number) else {n: leaf[rows] for n, leaf in of.items()}
+                    for of in (phi, found)
                 )
-                value = value if weight is None else value * weight[rows]
-                _collect(
-                    torch.autograd.grad(value.sum(), list(leaves.values()), materialize_grads=True),
-                    into,
-                )
-                losses.append(value.detach())
+                one = partial(self._seeded, step, which, self._chain.losses, data, targets)
+                share = None if weight is None else weight[rows]
+                losses.append(self._backward(one, own, into, share))
             value = torch.cat(losses) if len(losses) > 1 else losses[0]
             total = value if total is None else total + value
             if gradient is None:
@@ -126,6 +120,32 @@ class Passes:
         assert total is not None
         assert gradient is not None
         return total, self._in_dtype_of(d, gradient)
+
+    def _backward(
+        self,
+        run: Callable[[Params, Params], Tensor],
+        phi: Params,
+        into: Params,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        """Losses of rows, times their weights; `run` makes them of φ and places for gradients."""
+        leaves = {n: leaf.detach().requires_grad_() for n, leaf in phi.items()}
+        losses: Tensor = self._explained(partial(run, leaves, into))
+        losses = losses if weight is None else losses * weight
+        found = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
+        # some are there already
+        pairs = [
+            (place, g)
+            for place, g in zip(into.values(), found, strict=True)
+            if place.data_ptr() != g.data_ptr()
+        ]
+        if pairs:
+            torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
+        return losses.detach()
+
+    def _room(self, rows: int) -> Flat:
+        """For a gradient."""
+        return self.theta.like(self.theta.matrix.new_empty(rows, self.theta.matrix.numel()))
 
     def _join(self, parts: list[Part], rows: int) -> Joined | None:
         """Support and query together, if both are wanted and it pays."""
@@ -158,38 +178,14 @@ class Passes:
         )
         return Joined(data, labels, shares, targets.shape[1])
 
-    def _gradient_of_both(self, d: Params, joined: Joined, weight: Tensor) -> tuple[Tensor, Flat]:
-        """Losses and gradient of f̂ + ν f, evaluated in one go."""
-        obey()
-        leaves = {n: leaf.detach().requires_grad_() for n, leaf in self.moved(d).items()}
-        theta = self.theta
-        found = theta.like(theta.matrix.new_empty(num_rows(d), theta.matrix.numel()))
-        run = partial(
-            self._chain.losses_of_sets,
-            joined.data,
-            joined.targets,
-            joined.weighted(weight),
-            leaves,
-            found,
-        )
-        losses = self._explained(run)
-        _collect(
-            torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True), found
-        )
-        return losses.detach(), self._in_dtype_of(d, found)
-
     def _in_dtype_of(self, d: Params, found: Flat) -> Flat:
         dtype = next(iter(d.values())).dtype
         return found if found.matrix.dtype == dtype else found.like(found.matrix.to(dtype))
 
-    def _seeded(self, run: Callable[[], Tensor], step: int, which: str) -> Tensor:
+    def _seeded(self, step: int, which: str, run: Callable[..., Tensor], *args: Any) -> Tensor:
         """What `run` makes with the random numbers of a step."""
-
-        def seeded() -> Tensor:
-            with self._draws.seeded(step, which):
-                return run()
-
-        return self._explained(seeded)
+        with self._draws.seeded(step, which):
+            return run(*args)
 
     def _portions(
         self, batch: Batch, which: str, rows: int
@@ -226,14 +222,3 @@ class Passes:
             theta = self.theta.matrix
             return d.like((theta + d.matrix).to(theta.dtype))
         return {n: (self.theta[n] + leaf).to(self.theta[n].dtype) for n, leaf in d.items()}
-
-
-def _collect(gradients: Sequence[Tensor], into: Params) -> None:
-    """Copy gradients to where they belong, unless they are there."""
-    pairs = [
-        (place, g)
-        for place, g in zip(into.values(), gradients, strict=True)
-        if place.data_ptr() != g.data_ptr()
-    ]
-    if pairs:
-        torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metanudge.accel.trunk.match import Block
+from metanudge.accel.trunk.blocks import Block
 from metanudge.accel.trunk.padded import Padded
 
 NARROW = 16  # up to so many channels two neighbouring outputs from one window are faster than one

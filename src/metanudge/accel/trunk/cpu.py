@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from metanudge.accel.trunk import first_block, later_block
+from metanudge.accel.trunk.blocks import Block, BlockPlaces, BlockWeights, Trunk
 from metanudge.accel.trunk.convolution import Columns, Convolution, Native
 from metanudge.accel.trunk.first_block import FirstBlock, Patches
 from metanudge.accel.trunk.groups import group_sizes
-from metanudge.accel.trunk.interface import BlockPlaces, BlockWeights
 from metanudge.accel.trunk.later_block import LaterBlock
-from metanudge.accel.trunk.match import Block
 
 HELD = 1 << 24  # bytes of activations kept between a forward and a backward pass
 LARGEST_PATCH = 256  # numbers that one output of the first convolution sees
@@ -42,7 +41,7 @@ class Prepared:
         return [*(block.border for block in self.later), (0,) * (len(self.patches.shape) - 1)]
 
 
-class CPUTrunk:
+class CPUTrunk(Trunk):
     """All blocks as one operation."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
@@ -78,6 +77,8 @@ class CPUTrunk:
     def join(self, sets: Sequence[Prepared]) -> Prepared | None:
         """Several sets of examples of the same tasks, to be convolved together and normalised
         apart; None where one by one is better.
+
+        Small networks take most of their time to start operations, and these are half as many.
         """
         shapes = [prepared.patches.shape for prepared in sets]
         if (

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from metanudge.accel.trunk import first_kernels, kernels
-from metanudge.accel.trunk.interface import BlockPlaces, BlockWeights
+from metanudge.accel.trunk.blocks import Block, BlockPlaces, BlockWeights, Tail, Trunk
 from metanudge.accel.trunk.launches import (
     ENOUGH_PROGRAMS,
     Gradients,
@@ -28,7 +28,7 @@ from metanudge.accel.trunk.launches import (
     shares_of,
     tile_of,
 )
-from metanudge.accel.trunk.match import Block
+from metanudge.accel.trunk.tail import normalise_and_pool
 
 _LARGEST_PATCH = 31  # numbers in a first layer's patch: with a 1 after it, two tensor-core tiles
 
@@ -53,7 +53,7 @@ class _Kept:
     pick: Tensor
 
 
-class CUDATrunk:
+class CUDATrunk(Trunk):
     """All blocks as one operation on a CUDA device.
 
     Args:
@@ -86,6 +86,11 @@ class CUDATrunk:
         if first.patch > _LARGEST_PATCH:
             return _Prepared(images.to(self._factors), None, None, shapes, spatial)
         return _Prepared(images, *_moments(images, first), shapes, spatial)
+
+    @property
+    def tail(self) -> Tail | None:
+        """One operation for images."""
+        return normalise_and_pool if len(self._blocks[0].kernel) == 2 else None
 
     @staticmethod
     def order(block: Block) -> tuple[int, ...] | None:

@@ -21,10 +21,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from metanudge.accel.trunk.blocks import Block, BlockWeights
 from metanudge.accel.trunk.groups import Groups
-from metanudge.accel.trunk.interface import BlockWeights
 from metanudge.accel.trunk.later_block import rectified
-from metanudge.accel.trunk.match import Block
 from metanudge.accel.trunk.padded import Padded
 from metanudge.accel.trunk.pooling import largest, parities, share
 from metanudge.accel.twice import windows_of

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metanudge.accel.trunk.blocks import BlockWeights
 from metanudge.accel.trunk.convolution import Convolution
 from metanudge.accel.trunk.groups import Groups
-from metanudge.accel.trunk.interface import BlockWeights
 from metanudge.accel.trunk.padded import Padded, padded
 from metanudge.accel.trunk.pooling import add_share, largest, phases, products
 

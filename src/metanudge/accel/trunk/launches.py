@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
-from metanudge.accel.trunk.interface import BlockPlaces, BlockWeights
-from metanudge.accel.trunk.match import Block
+from metanudge.accel.trunk.blocks import Block, BlockPlaces, BlockWeights
 
 ENOUGH_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 

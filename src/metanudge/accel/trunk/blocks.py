@@ -1,11 +1,14 @@
 """Which leading layers of a chain form a trunk: `Conv → BatchNorm → ReLU → MaxPool(2)`, one or more
-times.
+times; and what a trunk is to the chain: data prepared once, then outputs for many weights,
+differentiable in the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -13,6 +16,10 @@ from metanudge.accel.layers import halves, is_per_example
 
 NORM_OF: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
 POOL_OF: dict[type, type] = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d}
+Tail = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+"""Outputs of a convolution `(examples, channels, height, width)`, scale and shift of the
+normalisation, its ε → pooled outputs.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,68 @@ class Match:
             if min(spatial) < 1:
                 return False
         return True
+
+
+class BlockWeights(NamedTuple):
+    """The parameters of one block, one set a row."""
+
+    weight: Tensor  # (rows, out_channels, in_channels, *kernel)
+    # (rows, out_channels); cancels in the BatchNorm that follows, so its gradient is zero
+    bias: Tensor | None
+    gamma: Tensor | None  # (rows, out_channels)
+    beta: Tensor | None  # (rows, out_channels)
+
+
+class BlockPlaces(NamedTuple):
+    """Where a block's gradients may be written, one each for the parameters of `BlockWeights`."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+
+
+class Trunk(ABC):
+    """All blocks of a trunk as one operation. First derivatives, and only in the weights."""
+
+    @abstractmethod
+    def prepare(self, inputs: Tensor) -> Any:
+        """What depends on the inputs `(tasks, examples, channels, *spatial)` alone; done once, used
+        for every step and nudge.
+        """
+
+    @abstractmethod
+    def outputs(
+        self,
+        prepared: Any,
+        weights: Sequence[BlockWeights],
+        into: Sequence[BlockPlaces] | None = None,
+    ) -> Tensor:
+        """Outputs `(rows, examples, channels, *spatial)`; rows are nudges × tasks, nudge by nudge,
+        on the prepared tasks.
+
+        A trunk may write the weights' gradients to `into`; those that a backward pass returns are
+        then the same memory.
+        """
+
+    def rows_at_once(self, inputs: Tensor) -> int | None:
+        """For how many rows on inputs `(tasks, examples, channels, *spatial)` activations should be
+        held at once; None for all.
+        """
+        return None
+
+    def join(self, sets: Sequence[Any]) -> Any | None:
+        """Prepared sets of examples of the same tasks as one, each normalised by itself; None where
+        one by one is better.
+        """
+        return None
+
+    @property
+    def tail(self) -> Tail | None:
+        """What runs BatchNorm, ReLU and pooling as one operation where second derivatives are
+        wanted, or None where nothing does.
+        """
+        return None
 
 
 def match(layers: Sequence[nn.Module]) -> Match | None:
