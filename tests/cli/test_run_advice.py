@@ -12,7 +12,7 @@ import torch
 
 from metanudge.cli import main
 from metanudge.solvers import GradientDescent, Nesterov
-from metanudge.training import loop, memory, runs
+from metanudge.training import memory, runs, trainer
 from metanudge.training.config import TrainConfig
 from metanudge.training.divergence import DivergenceWatch, check_steps
 from metanudge.training.duration import DurationWatch
@@ -203,7 +203,7 @@ def test_a_run_of_hours_on_a_cpu_says_so_after_three_meta_steps(
         def see(self, seconds: float) -> str | None:
             return super().see(1000.0)
 
-    monkeypatch.setattr(loop, "DurationWatch", Slow)
+    monkeypatch.setattr(trainer, "DurationWatch", Slow)
     said = go(tmp_path / "run")
     (note,) = [note for note in said.notes if "on this CPU" in note]
     # 5 meta-steps of 1000 s; 6 test tasks and one validation of 4, each a sixth of a meta-step of 3

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -16,8 +16,10 @@ from metanudge.engines import StackedEngine
 from metanudge.engines.room import free_memory
 from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
-from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
+
+if TYPE_CHECKING:
+    from metanudge.training.config import TrainConfig
 
 T = TypeVar("T")
 

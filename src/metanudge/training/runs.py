@@ -24,12 +24,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from metanudge import tasks
 from metanudge.engines.randomness import mix
 from metanudge.learner import MetaLearner
-from metanudge.names import some
 from metanudge.tasks import Episodes
 from metanudge.tasks.images import is_picture
 from metanudge.tasks.omniglot_files import DownloadError
@@ -39,6 +37,7 @@ from metanudge.training.checkpoint import Checkpoint, CheckpointError, Checkpoin
 from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig, flag
 from metanudge.training.device import device_called
 from metanudge.training.errors import UserError
+from metanudge.training.loop import load_weights
 from metanudge.training.precision import computing_in
 from metanudge.training.specs import Shapes, convert, known, normal, show, split_options
 from metanudge.training.trust import check_trust
@@ -242,44 +241,6 @@ def check_config(
             " what it says. Put back what was there; for a run with other settings: metanudge"
             f" train --config {shlex.quote(str(folder / CONFIG))} with flags, and another --out."
         )
-
-
-def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights (and stiffness) into a learner; `UserError` names what differs
-    where they do not fit.
-    """
-    for part, module in weights_of(learner).items():
-        _load_part(module, part, checkpoint)
-
-
-def weights_of(learner: MetaLearner) -> dict[str, nn.Module]:
-    """What a checkpoint holds of a learner: the model, and log λ where it is learned."""
-    return {"model": learner.model} | (
-        {} if learner.log_lam is None else {"log_lam": learner.log_lam}
-    )
-
-
-def _load_part(module: nn.Module, part: str, checkpoint: Checkpoint) -> None:
-    saved, own = checkpoint.tensors.get(part, {}), module.state_dict()
-    missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    reshaped = [
-        f"{name} {tuple(saved[name].shape)} → {tuple(own[name].shape)}"
-        for name in own
-        if name in saved and saved[name].shape != own[name].shape
-    ]
-    if missing or unknown or reshaped:
-        parts = [
-            ("not in the checkpoint", missing),
-            ("only in the checkpoint", unknown),
-            ("of another shape", reshaped),
-        ]
-        detail = "; ".join(f"{what}: {some(names, 3)}" for what, names in parts if names)
-        what = "model" if part == "model" else "learned stiffness"
-        raise UserError(
-            f"The {what} has changed since {checkpoint.folder} was saved ({detail}). Resume "
-            "with the model it was trained with, or start a new run."
-        )
-    module.load_state_dict(saved)
 
 
 # --- From a configuration to objects
@@ -540,6 +501,7 @@ __all__ = [
     "build_source",
     "choose_device",
     "load",
+    "load_weights",
     "precision",
     "read_config",
     "resolve",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -86,6 +85,8 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview
 
 def decode_tensors(data: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file, in the order of its header."""
+    import safetensors  # here: a trainer that only writes does without the package
+
     # Not safetensors.torch.load, which did not know unsigned integers before version 0.6 and loses
     # the order.
     views = dict(safetensors.deserialize(data))
