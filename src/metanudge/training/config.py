@@ -18,9 +18,8 @@ import tyro
 
 from metanudge.names import near
 from metanudge.training.errors import UserError
-from metanudge.training.files import read_text
+from metanudge.training.files import SEAL, is_intact, parse_json, read_text, seal
 from metanudge.training.precision import Precision
-from metanudge.training.sealed import SEAL, is_intact, parse_json, seal
 from metanudge.training.trust import printable
 from metanudge.training.upgrade import upgrade
 from metanudge.version import __version__

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
-from metanudge.training.files import open_to_append, read_bytes
-from metanudge.training.sealed import parse_json
+from metanudge.training.files import open_to_append, parse_json, read_bytes
 
 Values = Mapping[str, float | int | str | None]
 

@@ -21,11 +21,10 @@ from metanudge.training.clock import clock
 from metanudge.training.config import TrainConfig
 from metanudge.training.distributed import Group
 from metanudge.training.environment import environment
-from metanudge.training.files import read_bytes, write_text
+from metanudge.training.files import SEAL, is_intact, parse_json, read_bytes, seal, write_text
 from metanudge.training.metrics import read_metrics
 from metanudge.training.plots import learning_curve
 from metanudge.training.runs import CURVE, METRICS, SUMMARY, choose_device
-from metanudge.training.sealed import SEAL, is_intact, parse_json, seal
 from metanudge.training.stiffness import describe_stiffness, stiffness
 from metanudge.version import __version__
 
