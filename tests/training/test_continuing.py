@@ -17,8 +17,8 @@ from metanudge.cli import main
 from metanudge.tasks import SOURCES, Sinusoid
 from metanudge.training import runs
 from metanudge.training.checkpoint import CheckpointStore, save
+from metanudge.training.device import environment
 from metanudge.training.distributed import Group
-from metanudge.training.environment import environment
 from metanudge.training.errors import UserError
 from metanudge.training.lock import RunLock
 from metanudge.training.metrics import read_metrics

@@ -10,7 +10,7 @@ from typing import Any
 
 from metanudge.tasks import Episodes
 from metanudge.training.config import MAY_CHANGE, TrainConfig, flag
-from metanudge.training.environment import changes
+from metanudge.training.device import changes
 from metanudge.training.errors import UserError
 from metanudge.training.plan import Plan
 from metanudge.training.runs import resolve

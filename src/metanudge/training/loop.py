@@ -28,10 +28,10 @@ from metanudge.params import Params
 from metanudge.tasks import Episodes
 from metanudge.tasks.ahead import Ahead
 from metanudge.tasks.episodes import Split
+from metanudge.training.advice import halving
 from metanudge.training.checkpoint import Checkpoint, CheckpointStore
 from metanudge.training.distributed import Group, Share, combine
 from metanudge.training.errors import UserError
-from metanudge.training.memory import halving
 from metanudge.training.signals import PATIENCE, Interrupted, StopRequest
 from metanudge.training.stiffness import stiffness
 from metanudge.tuning import NuEstimate, is_automatic

@@ -16,9 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from metanudge.training.clock import clock
+from metanudge.training.output import clock, printable
 from metanudge.training.stiffness import describe_stiffness
-from metanudge.training.trust import printable
 
 _SECONDS_BETWEEN_LINES = 5.0
 

@@ -26,14 +26,14 @@ import torch
 
 from metanudge.engines.randomness import mix
 from metanudge.learner import MetaLearner
+from metanudge.problem import UnmatchedPattern
 from metanudge.tasks import Episodes
 from metanudge.training import specs
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig, flag
-from metanudge.training.device import device_called
+from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig
+from metanudge.training.device import computing_in, device_called
 from metanudge.training.errors import UserError
 from metanudge.training.loop import load_weights
-from metanudge.training.precision import computing_in
 from metanudge.training.sources import DataShapes, build_source, check_splits, find_data
 from metanudge.training.specs import Shapes
 from metanudge.training.trust import check_trust
@@ -226,14 +226,11 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
             seed=config.seed,
         )
         estimator.check_problem(learner.problem())
+    except UnmatchedPattern as error:
+        raise UserError(f"--adapt {error.pattern!r} {error.problem}") from error
     except (TypeError, ValueError) as error:
-        raise UserError(_as_flags(str(error))) from error
+        raise UserError(str(error)) from error
     return learner
-
-
-def _as_flags(message: str) -> str:
-    """A message of the library in the words of the command line."""
-    return re.sub(r"\b(learn_lam|adapt)=", lambda found: f"{flag(found[1])} ", message)
 
 
 def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from metanudge.evaluation import Evaluation
+from metanudge.evaluation import Evaluation, ci95
 from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
 from metanudge.tasks.images import is_picture
-from metanudge.training.clock import clock
 from metanudge.training.config import TrainConfig
+from metanudge.training.device import environment
 from metanudge.training.distributed import Group
-from metanudge.training.environment import environment
 from metanudge.training.files import SEAL, is_intact, parse_json, read_bytes, seal, write_text
 from metanudge.training.metrics import read_metrics
+from metanudge.training.output import clock
 from metanudge.training.plots import learning_curve
 from metanudge.training.runs import CURVE, METRICS, SUMMARY, choose_device
 from metanudge.training.stiffness import describe_stiffness, stiffness
@@ -69,15 +69,10 @@ def tested(result: Evaluation) -> dict[str, Any]:
     """The test's result as JSON values, with 95 % confidence intervals over the tasks; None for
     what is not finite.
     """
-    loss_ci = (
-        float(1.96 * result.loss.std() / math.sqrt(len(result.loss)))
-        if len(result.loss) > 1
-        else math.nan
-    )
     values = {
         "tasks": len(result.loss),
         "loss": result.mean_loss,
-        "loss_ci95": loss_ci,
+        "loss_ci95": ci95(result.loss),
         "loss_before": float(result.loss_before.mean()),
         "accuracy": result.mean_accuracy,
         "accuracy_ci95": result.accuracy_ci95,

@@ -23,13 +23,19 @@ import torch
 from metanudge.estimators import NonFiniteError
 from metanudge.tasks import Episodes
 from metanudge.training import specs
+from metanudge.training.advice import (
+    DivergenceWatch,
+    DurationWatch,
+    OutOfMemory,
+    check_data_fits,
+    check_solves_fit,
+    check_steps,
+)
 from metanudge.training.checkpoint import CheckpointError, CheckpointStore
 from metanudge.training.config import TrainConfig
 from metanudge.training.continuing import check_data, check_unchanged, say_what_differs
+from metanudge.training.device import environment
 from metanudge.training.distributed import Group
-from metanudge.training.divergence import DivergenceWatch, check_steps
-from metanudge.training.duration import DurationWatch
-from metanudge.training.environment import environment
 from metanudge.training.errors import (
     EXIT_CANNOT_WRITE,
     EXIT_DONE,
@@ -40,7 +46,6 @@ from metanudge.training.errors import (
 )
 from metanudge.training.lock import RunLock
 from metanudge.training.loop import Course, Surroundings, Trainer, load_weights, weights_of
-from metanudge.training.memory import OutOfMemory, check_data_fits, check_solves_fit
 from metanudge.training.metrics import MetricsLog, Sink, Timing, check_sinks, open_sinks
 from metanudge.training.plan import Plan, claim, make_plan, try_out
 from metanudge.training.progress import ConsoleReporter, Quiet, Reporter, memory_used

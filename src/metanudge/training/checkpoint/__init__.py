@@ -20,9 +20,9 @@ Three parts: values (`pack`, `unpack`) and random states; files that vouch for t
 one (`save`, `load`) and many (`CheckpointStore`).
 """
 
-from metanudge.training.checkpoint.files import CheckpointError
 from metanudge.training.checkpoint.store import Checkpoint, CheckpointStore, load, save
 from metanudge.training.checkpoint.values import pack, rng_state, set_rng_state, unpack
+from metanudge.training.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",

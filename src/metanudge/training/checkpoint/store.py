@@ -28,7 +28,6 @@ from metanudge.training.checkpoint import files
 from metanudge.training.checkpoint.files import (
     MANIFEST,
     VERSION,
-    CheckpointError,
     check_names,
     children,
     damaged,
@@ -49,6 +48,7 @@ from metanudge.training.checkpoint.values import (
     pack,
     unpack,
 )
+from metanudge.training.errors import CheckpointError
 from metanudge.training.files import temporary_name
 
 STATE = "state.json"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metanudge.evaluation import ci95
 from metanudge.training.evaluation.report import BatchNormProtocol, ClassAccuracy, StepResult
 
 
@@ -87,10 +88,5 @@ def _is_classification(output: Tensor, target: Any) -> bool:
 
 
 def _mean_and_ci95(values: Sequence[float]) -> tuple[float, float]:
-    n = len(values)
-    if n == 0:
-        return math.nan, math.nan
-    mean = math.fsum(values) / n
-    if n == 1:
-        return mean, math.nan
-    return mean, 1.96 * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    found = torch.tensor(values, dtype=torch.float64)
+    return float(found.mean()), ci95(found)
