@@ -32,8 +32,8 @@ from metanudge.training.advice import halving
 from metanudge.training.checkpoint import Checkpoint, CheckpointStore
 from metanudge.training.distributed import Group, Share, combine
 from metanudge.training.errors import UserError
+from metanudge.training.metrics import stiffness
 from metanudge.training.signals import PATIENCE, Interrupted, StopRequest
-from metanudge.training.stiffness import stiffness
 from metanudge.tuning import NuEstimate, is_automatic
 
 T = TypeVar("T")

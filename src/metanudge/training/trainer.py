@@ -48,7 +48,14 @@ from metanudge.training.lock import RunLock
 from metanudge.training.loop import Course, Surroundings, Trainer, load_weights, weights_of
 from metanudge.training.metrics import MetricsLog, Sink, Timing, check_sinks, open_sinks
 from metanudge.training.plan import Plan, claim, make_plan, try_out
-from metanudge.training.progress import ConsoleReporter, Quiet, Reporter, memory_used
+from metanudge.training.progress import (
+    ConsoleReporter,
+    Quiet,
+    Reporter,
+    facts,
+    memory_used,
+    result_table,
+)
 from metanudge.training.runs import (
     CHECKPOINTS,
     METRICS,
@@ -62,14 +69,7 @@ from metanudge.training.runs import (
     resolve,
 )
 from metanudge.training.signals import Interrupted, StopRequest
-from metanudge.training.summary import (
-    Outcome,
-    check_summary,
-    facts,
-    result_table,
-    tested,
-    write_summary,
-)
+from metanudge.training.summary import Outcome, check_summary, tested, write_summary
 from metanudge.training.trust import own_code
 from metanudge.version import __version__
 

@@ -28,7 +28,7 @@ from metanudge.training.evaluation.report import (
     EvaluationReport,
     StepResult,
 )
-from metanudge.training.plots import plot_steps
+from metanudge.training.summary import plot_steps
 
 __all__ = [
     "BatchNormProtocol",
