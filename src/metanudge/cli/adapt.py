@@ -87,9 +87,9 @@ def run(argv: list[str]) -> int:
         prog="metanudge adapt",
         description=f"{cleandoc(AdaptOptions.__doc__ or '')}\n{EXAMPLES}",
     )
+    from metanudge.names import printable
     from metanudge.training import runs, use
     from metanudge.training.errors import UserError
-    from metanudge.training.output import printable
 
     if (options.predict is None) != (options.out is None):
         given, missing = ("--predict", "--out") if options.out is None else ("--out", "--predict")

@@ -104,7 +104,7 @@ def machine() -> Iterator[tuple[str, str]]:
     """Devices, threads, memory."""
     import torch
 
-    from metanudge.training.advice import available_memory
+    from metanudge.training.plan import available_memory
 
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

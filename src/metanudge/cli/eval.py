@@ -74,10 +74,10 @@ def run(argv: list[str]) -> int:
         prog="metanudge eval",
         description=f"{cleandoc(EvalOptions.__doc__ or '')}\n{EXAMPLES}",
     )
+    from metanudge.names import printable
     from metanudge.training import runs
     from metanudge.training.errors import UserError
     from metanudge.training.evaluation import evaluate_run, plot_steps
-    from metanudge.training.output import printable
     from metanudge.training.use import check_new_file, new_file
 
     if options.tasks < 1:

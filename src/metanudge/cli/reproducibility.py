@@ -80,7 +80,7 @@ def _libraries() -> Iterator[str]:
 
 def _locks(folder: Path) -> str:
     """Whether the file system of the runs can lock, tried on a file without a name."""
-    from metanudge.training.lock import NO_LOCKS
+    from metanudge.training.files import NO_LOCKS
 
     try:
         import fcntl

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from metanudge.training import output
+from metanudge.cli.errors import going_on
 from metanudge.training.config import ChangedError, TrainConfig
 from metanudge.training.errors import UserError, exit_codes
 from metanudge.training.trust import check_trust
@@ -141,5 +141,5 @@ def run(argv: list[str]) -> int:
         )
     from metanudge.training.trainer import train  # loads torch, which --help must not wait for
 
-    output.going_on()
+    going_on()
     return train(config, resume=arguments.resume, allow_changed_data=arguments.allow_changed_data)

@@ -26,8 +26,7 @@ from metanudge.estimators import NonFiniteError, Stats
 from metanudge.learner import MetaLearner
 from metanudge.optim import global_norm
 from metanudge.params import Params
-from metanudge.training.errors import UserError
-from metanudge.training.signals import CODES, Interrupted
+from metanudge.training.errors import CODES, Interrupted, UserError
 
 T = TypeVar("T")
 
