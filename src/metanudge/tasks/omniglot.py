@@ -77,11 +77,9 @@ class Omniglot(ClassEpisodes):
                 f"There is no split_by={split_by!r}.{near(split_by, ['vinyals', 'random'])} Use"
                 " 'vinyals' (by alphabet) or 'random'."
             )
-        data = load_omniglot(root, download=download)
-        turns = 4 if rotations else 1
-        parts = (
-            vinyals_split() if split_by == "vinyals" else random_split(data.names, seed=split_seed)
-        )
+        data, turns = load_omniglot(root, download=download), 4 if rotations else 1
+        random = split_by == "random"
+        parts = random_split(data.names, seed=split_seed) if random else vinyals_split()
         unknown = {name for names in parts.values() for name in names} - set(data.names)
         if unknown:
             raise ValueError(
