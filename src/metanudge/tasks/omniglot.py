@@ -90,17 +90,12 @@ class Omniglot(ClassEpisodes):
         number = {name: i for i, name in enumerate(data.names)}
         images = torch.from_numpy(data.images)  # (character, drawer, height, width)
         turned = torch.stack([torch.rot90(images, turn, (2, 3)) for turn in range(turns)], dim=1)
-        super().__init__(
-            turned.reshape(-1, 1, *images.shape[2:]),
-            {
-                split: _pool([number[name] for name in names], names, turns)
-                for split, names in parts.items()
-            },
-            ways=ways,
-            shots=shots,
-            queries=queries,
-            **stream,
-        )
+        examples = turned.reshape(-1, 1, *images.shape[2:])
+        pools = {
+            split: _pool([number[name] for name in names], names, turns)
+            for split, names in parts.items()
+        }
+        super().__init__(examples, pools, ways=ways, shots=shots, queries=queries, **stream)
         self.split_by = split_by
 
     @classmethod

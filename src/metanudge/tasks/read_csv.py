@@ -75,7 +75,9 @@ def read_csv(
         ) from error
 
 
-def read_header(path: str | os.PathLike[str], *, label: str, delimiter: str | None) -> list[str]:
+def read_header(
+    path: str | os.PathLike[str], *, label: str = "label", delimiter: str | None = None
+) -> list[str]:
     """The names of a file's columns."""
     data = Path(path).read_bytes()
     return next(_records(data, delimiter or _delimiter(data, [label])), [])
