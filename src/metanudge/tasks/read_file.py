@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +19,8 @@ KINDS = (
 )
 
 _PICTURES = (
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".bmp",
-    ".gif",
-    ".webp",
-    ".tif",
-    ".tiff",
-    ".ppm",
-    ".pgm",
-    ".pbm",
-)
+    ".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm",
+)  # fmt: skip
 _LARGEST = 1 << 30  # bytes that the array of one example may unpack to
 
 
@@ -94,9 +83,7 @@ def parse(file: Path, data: bytes, *, size: tuple[int, int] | None, grey: bool) 
 
 def unreadable(file: Path, error: Exception) -> ValueError:
     """The error that names a file and what is wrong with it."""
-    why = (error.strerror if isinstance(error, OSError) else None) or re.sub(
-        r"<_io.BytesIO object at \w+>", "it", str(error)
-    )
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return ValueError(
         f"{shown(file)} cannot be read as an example ({shown(why)}). Class folders may hold"
         f" {KINDS}; move other files away."

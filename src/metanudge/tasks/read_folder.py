@@ -48,10 +48,11 @@ def read_folder(
     files = _example_files(root)
     pictures = [file for file in files if file.suffix.lower() not in ARRAYS]
     sizes, all_grey = _look(pictures) if image_size == "auto" or grey is None else (set(), True)
+    note = ""
     if image_size == "auto":
         size, note = _common_size(sizes)
     else:
-        size, note = (image_size, image_size) if isinstance(image_size, int) else image_size, ""
+        size = (image_size, image_size) if isinstance(image_size, int) else image_size
     grey = all_grey if grey is None else grey
     digest = hashlib.sha256()
     examples: list[Tensor] = []
@@ -67,9 +68,8 @@ def read_folder(
                 " made so with image_size=."
             )
         examples.append(example)
-    return Folder(
-        torch.stack(examples), [file.parent.name for file in files], digest.hexdigest(), note
-    )
+    labels = [file.parent.name for file in files]
+    return Folder(torch.stack(examples), labels, digest.hexdigest(), note)
 
 
 def is_visible(name: str) -> bool:
@@ -157,13 +157,8 @@ def _common_size(sizes: set[tuple[int, int]]) -> tuple[tuple[int, int] | None, s
     longest = max(max(size) for size in sizes)
     if len(sizes) > 1:
         side = min(longest, LARGEST)
-        return (
-            (side, side),
-            (
-                f"made square from {len(sizes)} different sizes of up to {longest} pixels;"
-                " image_size= sets another size"
-            ),
-        )
+        how = f"made square from {len(sizes)} different sizes of up to {longest} pixels"
+        return (side, side), f"{how}; image_size= sets another size"
     ((height, width),) = sizes
     if longest <= LARGEST:
         return (height, width), ""
