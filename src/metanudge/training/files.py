@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import platform
 import secrets
@@ -168,6 +169,20 @@ def parse_json(text: str | bytes) -> Any:
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def without_nan(value: Any) -> Any:
+    """The value with None in the place of numbers that JSON does not know; tuples become lists.
+
+    Example:
+        >>> without_nan({"loss": float("nan"), "steps": (1, 2.5)})
+        {'loss': None, 'steps': [1, 2.5]}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def seal(document: Mapping[str, Any], *, indent: int) -> str:

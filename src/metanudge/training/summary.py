@@ -28,6 +28,7 @@ from metanudge.training.files import (
     read_bytes,
     replacing,
     seal,
+    without_nan,
     write_text,
 )
 from metanudge.training.metrics import describe_stiffness, read_metrics, stiffness
@@ -80,7 +81,7 @@ def tested(result: Evaluation) -> dict[str, Any]:
     """The test's result as JSON values, with 95 % confidence intervals over the tasks; None for
     what is not finite.
     """
-    values = {
+    values: dict[str, Any] = {
         "tasks": len(result.loss),
         "loss": result.mean_loss,
         "loss_ci95": ci95(result.loss),
@@ -89,10 +90,7 @@ def tested(result: Evaluation) -> dict[str, Any]:
         "accuracy_ci95": result.accuracy_ci95,
         "accuracy_before": float(result.accuracy_before.mean()),
     }
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+    return without_nan(values)
 
 
 @dataclass(frozen=True)
