@@ -19,7 +19,7 @@ import pytest
 
 import metanudge as mn
 from metanudge.cli import main
-from metanudge.training import loop, plan, runs, trainer
+from metanudge.training import loop, runs, sources, trainer
 from metanudge.training.errors import Interrupted, StopRequest, StopTraining
 from metanudge.training.evaluation import measure
 from metanudge.training.metrics import read_metrics
@@ -242,7 +242,7 @@ def test_a_signal_in_eval_and_adapt(
 def test_a_signal_before_the_first_meta_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
-    owner = plan if place.startswith("build_") else trainer
+    owner = sources if place.startswith("build_") else trainer
     since = attack(monkeypatch, owner, place, call=1, moment="within", number=signal.SIGINT)
     assert main(["train", "sinusoid", "--out", str(tmp_path / "run")]) == 130
     assert since() < ALLOWED

@@ -196,6 +196,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_stream_keeps_what_it_was(tmp_path: Path) -> None:
+    output.codecs.register_error("metanudge", output._spell)
     with (tmp_path / "file").open("w") as file:
         stream = output._stream(
             io.TextIOWrapper(io.BytesIO(), "latin-1", line_buffering=True), file.fileno()

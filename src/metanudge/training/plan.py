@@ -25,15 +25,9 @@ from metanudge.estimators import NonFiniteError
 from metanudge.learner import MetaLearner
 from metanudge.solvers import GradientDescent, Solver
 from metanudge.tasks import Episodes
-from metanudge.training import specs
+from metanudge.training import continuing, sources, specs
 from metanudge.training.checkpoint import Checkpoint
 from metanudge.training.config import TrainConfig
-from metanudge.training.continuing import (
-    check_data,
-    check_unchanged,
-    read_run,
-    say_what_differs,
-)
 from metanudge.training.device import environment
 from metanudge.training.distributed import Group
 from metanudge.training.errors import UserError
@@ -49,14 +43,6 @@ from metanudge.training.files import (
 from metanudge.training.loop import Course, Surroundings, Trainer
 from metanudge.training.metrics import check_sinks
 from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, TIMING
-from metanudge.training.sources import (
-    DataShapes,
-    build_learner,
-    build_source,
-    check_splits,
-    choose_device,
-    resolve,
-)
 from metanudge.training.summary import check_summary
 from metanudge.tuning import NuTuner
 
@@ -83,7 +69,7 @@ def make_plan(config: TrainConfig, resume: Path | None, group: Group, lock: RunL
         chosen: str = "last"
         if resume.parent.name == CHECKPOINTS and not (resume / CONFIG).exists():
             resume, chosen = resume.parent.parent, resume.name
-        plan = Plan(resume, *read_run(resume, chosen, lock))
+        plan = Plan(resume, *continuing.read_run(resume, chosen, lock))
         if plan.saved is not None and config.out not in (None, plan.saved.out):
             raise UserError(
                 f"--out {config.out} and --resume {resume} contradict each other: a run goes on"
@@ -93,7 +79,7 @@ def make_plan(config: TrainConfig, resume: Path | None, group: Group, lock: RunL
     folder = Path(config.out).expanduser() if config.out else _default_folder(config, group)
     if group.job is not None and (folder / CONFIG).is_file() and job_of(folder) == group.job:
         # torchrun starts the same command again after a failure
-        return Plan(folder, *read_run(folder, "last", lock))
+        return Plan(folder, *continuing.read_run(folder, "last", lock))
     if config.out and folder.exists():
         check_free(folder)
         _check_empty(folder)
@@ -144,24 +130,24 @@ def read_data(
     against the run that goes on.
     """
     group, note = around.group, around.note
-    device = choose_device(config)
+    device = sources.choose_device(config)
     check_sinks(config)
     remembered = (
-        DataShapes.from_dict(plan.checkpoint.state["shapes"])
+        sources.DataShapes.from_dict(plan.checkpoint.state["shapes"])
         if plan.checkpoint is not None
         else None
     )
     source = group.one_after_the_other(
-        lambda: build_source(config, device=device, remembered=remembered)
+        lambda: sources.build_source(config, device=device, remembered=remembered)
     )
     check_data_fits(config, source, len(group.slice(config.tasks)))
-    check_splits(config, source)
-    config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
+    sources.check_splits(config, source)
+    config = dataclasses.replace(sources.resolve(config, source), out=str(plan.folder))
     config.check()  # once more: it has absolute paths now
     if plan.saved is not None:
-        config = check_unchanged(plan, config, source)
-        check_data(plan, source, allow=allow_changed, note=note)
-        say_what_differs(plan, config, environment(device, processes=group.world), note)
+        config = continuing.check_unchanged(plan, config, source)
+        continuing.check_data(plan, source, allow=allow_changed, note=note)
+        continuing.say_what_differs(plan, config, environment(device, processes=group.world), note)
         if group.leads:
             check_summary(plan.folder, note)
     return config, source
@@ -171,7 +157,7 @@ def make_trainer(
     config: TrainConfig, plan: Plan, source: Episodes, around: Surroundings
 ) -> Trainer:
     """A trainer where the run begins or goes on; its device is set up for bytes that repeat."""
-    learner = build_learner(config, source)
+    learner = sources.build_learner(config, source)
     check_solves_fit(config, source, len(around.group.slice(config.tasks)), learner)
     if plan.saved is None:
         check_steps(config.lam, learner.solver)
