@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.names import some
-from metanudge.params import Params
+from metanudge.params import Params, wide
 from metanudge.proximal import (
     Diagonal,
     LogStiffness,
@@ -34,7 +34,7 @@ from metanudge.proximal import (
     Stiffness,
     proximal_term,
 )
-from metanudge.task import Batch, TaskBatch, describe, tensors
+from metanudge.task import Batch, TaskBatch, describe, kind_of, tensors
 
 Nudge = Literal["loss", "gradient"]
 Loss = Callable[..., Tensor]
@@ -116,16 +116,14 @@ class Objective(nn.Module):
         """
         if not self.takes_model:
             return self.judge(*self.output(batch))
-        loss = _checked(self.loss(self.model, batch))
+        loss = self.loss_alone(batch)
         return loss, loss.detach().new_full((), math.nan)
 
     def loss_alone(self, batch: Batch) -> Tensor:
         """The loss of a batch, without the accuracy."""
-        return (
-            _checked(self.loss(self.model, batch))
-            if self.takes_model
-            else self.judge_loss(*self.output(batch))
-        )
+        if self.takes_model:
+            return _checked(self.loss(self.model, batch))
+        return self.judge_loss(*self.output(batch))
 
     def judge(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of the model's output on the targets."""
@@ -148,14 +146,9 @@ class Objective(nn.Module):
 def _checked(loss: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.ndim == 0:
         return loss
-    got = (
-        f"a tensor of shape {tuple(loss.shape)}"
-        if isinstance(loss, Tensor)
-        else type(loss).__name__
-    )
     raise LossError(
-        f"The loss must be a scalar tensor, got {got}. Reduce it over the examples (mean is usual),"
-        " e.g. reduction='mean' in torch's losses."
+        f"The loss must be a scalar tensor, got {kind_of(loss)}. Reduce it over the examples (mean"
+        " is usual), e.g. reduction='mean' in torch's losses."
     )
 
 
@@ -269,7 +262,7 @@ class Problem:
     @property
     def theta_dtypes(self) -> dict[str, torch.dtype]:
         """Dtype in which displacements are kept: the parameter's own, float32 at least."""
-        return {n: torch.promote_types(p.dtype, torch.float32) for n, p in self.parameters.items()}
+        return {n: wide(p.dtype) for n, p in self.parameters.items()}
 
     @cached_property
     def modules(self) -> list[nn.Module]:
@@ -312,8 +305,7 @@ class Problem:
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero, in float32 at least."""
         return {
-            n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-            for n, p in self.meta_parameters.items()
+            n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in self.meta_parameters.items()
         }
 
     def check_tasks(self, batch: TaskBatch) -> None:
@@ -353,13 +345,8 @@ def names_that_adapt(
     """
     if patterns is None:
         return set(trainable)
-    given = (
-        [patterns]
-        if isinstance(patterns, str)
-        else list(patterns)
-        if isinstance(patterns, Iterable)
-        else []
-    )
+    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    given: list[Any] = list(patterns) if several else [patterns]
     if not given or not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(
             f"adapt must be a pattern of parameter names or a list of them, got {patterns!r}. Leave"

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from metanudge.bilevel.tree import Tree, wide
+from metanudge.bilevel.tree import Tree
 from metanudge.engines.randomness import Draws
-from metanudge.params import Params
+from metanudge.params import Params, wide
 from metanudge.proximal import Absent
 from metanudge.task import describe
 

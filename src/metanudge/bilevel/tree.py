@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -74,10 +73,3 @@ class Tree:
         return pytree.tree_unflatten(
             [None if n is None else tensors[n] for n in self._names], self._spec
         )
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """float32 or wider: small differences of what is stored in fewer bits would drown in
-    rounding.
-    """
-    return torch.promote_types(dtype, torch.float32)

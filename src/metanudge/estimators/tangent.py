@@ -14,7 +14,7 @@ from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.engines.inner import NudgedOracle
-from metanudge.estimators.identity import add_response, centre_shift, nudging_force, query_gradient
+from metanudge.estimators.identity import add_response, centre_shift, query_gradient
 from metanudge.estimators.stencils import StartName
 from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, norm
@@ -44,7 +44,7 @@ def add_tangent(
         solution = inner.solve(solver)
         total.record(inner, solution)
         if nudge == "gradient" or start == "shifted":
-            force = nudging_force(total, inner, solution.displacement, direct=not direct_at_end)
+            force = query_gradient(total, inner, solution.displacement, direct=not direct_at_end)
         if start == "solution":
             d = solution.displacement
         elif start == "shifted":
@@ -76,9 +76,7 @@ def _follow(
             for n, leaf in proximal.add_curvature(hv, d, tangent, inner.theta).items()
         }
         trace.record(loss, g)
-        d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
-        tangent, tangent_memory = solver.update(
-            tangent, hv, tangent_memory, strong_convexity=mu, inplace=False
-        )
+        d, memory = solver.update(d, g, memory, mu=mu, inplace=False)
+        tangent, tangent_memory = solver.update(tangent, hv, tangent_memory, mu=mu, inplace=False)
     steps = torch.full((inner.tasks,), solver.steps, device=inner.problem.device)
     return trace.solution(solver.result(d, memory), steps), solver.result(tangent, tangent_memory)

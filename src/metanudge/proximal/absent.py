@@ -14,12 +14,7 @@ class Absent(Proximal):
     """R = 0; `smallest_curvature` is what is known of the inner function's own."""
 
     def __init__(self, smallest_curvature: float) -> None:
-        self._smallest = smallest_curvature
-
-    @property
-    def smallest_curvature(self) -> float | Tensor:
-        """NaN where nothing is known."""
-        return self._smallest
+        self.smallest_curvature = smallest_curvature
 
     def add_force(self, g: Params, d: Params, theta: Params) -> None:
         """g as it is."""
@@ -32,14 +27,12 @@ class Absent(Proximal):
         """hv as it is."""
         return hv
 
-    def pull(self, d: Params, theta: Params) -> tuple[Params, Params | None]:
-        """On nobody."""
-        return {}, None
-
-    def pull_along(self, d: Params, v: Params, theta: Params) -> tuple[Params, Params | None]:
-        """On nobody."""
+    def pull(
+        self, d: Params, theta: Params, v: Params | None = None
+    ) -> tuple[Params, Params | None]:
+        """There is no θ to pull on."""
         return {}, None
 
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
         """d ↦ 0."""
-        return lambda d: {n: leaf.new_zeros(()) for n, leaf in d.items()}, self._smallest
+        return lambda d: {n: leaf.new_zeros(()) for n, leaf in d.items()}, self.smallest_curvature

@@ -22,16 +22,12 @@ class Proximal(ABC):
 
     Attributes:
         uses_theta: whether θ itself matters, and not only d = φ − θ.
+        smallest_curvature: the strong convexity that the term guarantees by itself, NaN where
+            nothing is known; a 0-d tensor on the device where it changes from step to step.
     """
 
     uses_theta = False
-
-    @property
-    @abstractmethod
-    def smallest_curvature(self) -> float | Tensor:
-        """The strong convexity that the term guarantees by itself; a 0-d tensor on the device where
-        it changes from step to step.
-        """
+    smallest_curvature: float | Tensor
 
     @property
     def learned(self) -> dict[str, nn.Parameter]:
@@ -58,12 +54,12 @@ class Proximal(ABC):
         """hv + ∂²_φφ R · v, out of place."""
 
     @abstractmethod
-    def pull(self, d: Params, theta: Params) -> tuple[Params, Params | None]:
-        """−∂_θ R at fixed φ, as rows and a factor that all rows share (None for 1)."""
-
-    @abstractmethod
-    def pull_along(self, d: Params, v: Params, theta: Params) -> tuple[Params, Params | None]:
-        """The derivative of `pull` as φ moves along v: −∂²_θφ R · v."""
+    def pull(
+        self, d: Params, theta: Params, v: Params | None = None
+    ) -> tuple[Params, Params | None]:
+        """−∂_θ R at fixed φ, or its derivative as φ moves along v, −∂²_θφ R · v; as rows and a
+        factor that all rows share (None for 1).
+        """
 
     def accumulate(  # noqa: B027 (most terms learn nothing)
         self,
@@ -74,7 +70,7 @@ class Proximal(ABC):
         scale: Mapping[str, Tensor] | None = None,
     ) -> None:
         """gradient += Σ_r w_r λ a_r b_r of each learned parameter, λ replaced by `scale` where
-        given; nothing where none is learned.
+        given; sums over the parameters that share a λ.
 
         Rows are nudge by nudge, with one weight per nudge.
 

@@ -4,13 +4,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
-from metanudge.params import Params, dot, norm
+from metanudge.params import Params, dot, norm, wide
 
 STEPS = 25
+
+
+def random_direction(parameters: Mapping[str, Tensor], seed: int) -> Params:
+    """A random direction of length 1, with a row axis."""
+    generator = torch.Generator().manual_seed(seed)
+    v = {}
+    for n, p in parameters.items():
+        leaf = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        v[n] = leaf.unsqueeze(0).to(p.device, wide(p.dtype))
+    length = norm(v)
+    return {n: leaf / length.to(leaf.dtype) for n, leaf in v.items()}
 
 
 def extreme_eigenvalues(matvec: Callable[[Params], Params], start: Params) -> tuple[float, float]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vjp
 
-from metanudge.params import Params, norm
+from metanudge.params import Params, norm, wide, zeros_like
 from metanudge.proximal.base import Force, Proximal
-from metanudge.proximal.lanczos import extreme_eigenvalues
+from metanudge.proximal.lanczos import extreme_eigenvalues, random_direction
 from metanudge.proximal.rowwise import Rowwise
 from metanudge.proximal.stiffness import Regulariser
+from metanudge.task import kind_of
 
 
 class Custom(Proximal):
@@ -44,17 +45,9 @@ class Custom(Proximal):
         self._mixed = Rowwise(
             lambda phi, theta, v: vjp(lambda t: grad(regulariser)(phi, t), theta)[1](v)[0]
         )
-        theta = {
-            n: p.detach().to(torch.promote_types(p.dtype, torch.float32))
-            for n, p in parameters.items()
-        }
+        theta = {n: p.detach().to(wide(p.dtype)) for n, p in parameters.items()}
         self._check(theta)
-        self._smallest = self._curvature_at(theta)
-
-    @property
-    def smallest_curvature(self) -> float | Tensor:
-        """About the smallest curvature at φ = θ."""
-        return self._smallest
+        self.smallest_curvature = self._curvature_at(theta)
 
     def add_force(self, g: Params, d: Params, theta: Params) -> None:
         """g += ∂_φ R."""
@@ -69,19 +62,22 @@ class Custom(Proximal):
         """hv + ∂²_φφ R · v."""
         return {n: hv[n] + leaf for n, leaf in self._call(self._hvp, d, theta, v).items()}
 
-    def pull(self, d: Params, theta: Params) -> tuple[Params, Params | None]:
-        """−∂_θ R."""
-        return {n: -leaf for n, leaf in self._call(self._on_theta, d, theta).items()}, None
-
-    def pull_along(self, d: Params, v: Params, theta: Params) -> tuple[Params, Params | None]:
-        """−∂²_θφ R · v."""
-        return {n: -leaf for n, leaf in self._call(self._mixed, d, theta, v).items()}, None
+    def pull(
+        self, d: Params, theta: Params, v: Params | None = None
+    ) -> tuple[Params, Params | None]:
+        """−∂_θ R, or −∂²_θφ R · v."""
+        push = (
+            self._call(self._on_theta, d, theta)
+            if v is None
+            else self._call(self._mixed, d, theta, v)
+        )
+        return {n: -leaf for n, leaf in push.items()}, None
 
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
         """d ↦ ∂_φ R(θ + d; θ)."""
         return (
             lambda d: grad(self._regulariser)({n: theta[n] + leaf for n, leaf in d.items()}, theta),
-            self._smallest,
+            self.smallest_curvature,
         )
 
     def _call(self, function: Rowwise, d: Params, theta: Params, *more: Params) -> Params:
@@ -96,14 +92,9 @@ class Custom(Proximal):
     def _check(self, theta: Params) -> None:
         value = self._regulariser({n: t.clone() for n, t in theta.items()}, theta)
         if not isinstance(value, Tensor) or value.ndim != 0:
-            got = (
-                f"a tensor of shape {tuple(value.shape)}"
-                if isinstance(value, Tensor)
-                else type(value).__name__
-            )
             raise ValueError(
-                f"The regulariser must return a scalar tensor, got {got}. Sum it over all"
-                " parameters."
+                f"The regulariser must return a scalar tensor, got {kind_of(value)}. Sum it over"
+                " all parameters."
             )
         force = self._on_phi(
             {n: t.unsqueeze(0) for n, t in theta.items()}, theta, apart=(True, False)
@@ -116,12 +107,8 @@ class Custom(Proximal):
             )
 
     def _curvature_at(self, theta: Params) -> float:
-        generator = torch.Generator().manual_seed(0)
-        start = {
-            n: torch.randn(t.shape, generator=generator, dtype=torch.float64).unsqueeze(0).to(t)
-            for n, t in theta.items()
-        }
-        still = {n: torch.zeros_like(leaf) for n, leaf in start.items()}
+        start = random_direction(theta, seed=0)
+        still = zeros_like(start)
         try:
             smallest, _ = extreme_eigenvalues(
                 lambda v: self._call(self._hvp, still, theta, v), start
