@@ -177,27 +177,20 @@ class TwoLevels(Protocol):
     def shared(self) -> Mapping[str, Tensor]:
         """What both levels depend on directly, does not adapt, and gets a meta-gradient."""
 
-    @property
-    def learns_theta(self) -> bool:
-        """Whether θ, where φ starts and what the proximal term ties it to, gets a meta-gradient
-        too.
-        """
+    learns_theta: bool
+    """Whether θ, where φ starts and what the proximal term ties it to, gets a meta-gradient too."""
 
-    @property
-    def proximal(self) -> Proximal:
-        """The term that ties φ to θ."""
+    proximal: Proximal
+    """The term that ties φ to θ."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
+    device: torch.device
+    """Where the tensors lie."""
 
-    @property
-    def theta_dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype in which displacements are kept."""
+    theta_dtypes: dict[str, torch.dtype]
+    """Dtype in which displacements are kept."""
 
-    @property
-    def smallest_lam(self) -> float | Tensor:
-        """The strong convexity that is known; NaN where none is."""
+    smallest_lam: float | Tensor
+    """The strong convexity that is known; NaN where none is."""
 
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero."""
@@ -219,6 +212,9 @@ class Problem:
         shared: those that are meta-learned but do not adapt.
         meta_parameters: everything that gets a meta-gradient: the two above in the model's order,
             then what the proximal term learns.
+        smallest_lam: the strong convexity that the proximal term guarantees by itself: the smallest
+            λ.
+        theta_dtypes: those of displacements: the parameter's own, float32 at least.
     """
 
     learns_theta = True
@@ -252,17 +248,14 @@ class Problem:
         self.proximal = (
             lam if isinstance(lam, Proximal) else proximal_term(lam, self.parameters, regulariser)
         )
+        self.smallest_lam = self.proximal.smallest_curvature
+        self.theta_dtypes = {n: wide(p.dtype) for n, p in self.parameters.items()}
         self.meta_parameters: dict[str, nn.Parameter] = {**trainable, **self.proximal.learned}
 
     @property
     def theta(self) -> Params:
         """The meta-parameters that adapt, detached (no copy)."""
         return {name: p.detach() for name, p in self.parameters.items()}
-
-    @property
-    def theta_dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype in which displacements are kept: the parameter's own, float32 at least."""
-        return {n: wide(p.dtype) for n, p in self.parameters.items()}
 
     @cached_property
     def modules(self) -> list[nn.Module]:
@@ -294,13 +287,6 @@ class Problem:
                 " parameter."
             )
         return self.proximal.lam
-
-    @property
-    def smallest_lam(self) -> float | Tensor:
-        """The strong-convexity constant that the proximal term guarantees by itself: the smallest
-        λ.
-        """
-        return self.proximal.smallest_curvature
 
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero, in float32 at least."""

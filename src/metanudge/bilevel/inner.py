@@ -320,8 +320,13 @@ def _nudged(take: Callable[[Level], Taken], offsets: Tensor | None) -> Taken:
     own = take("inner")
     if offsets is None:
         return own
-    added: Taken = pytree.tree_map(lambda a, b: a + offsets[0] * b, own, take("outer"))
-    return added
+    nu = offsets[0]
+
+    def add(a: Tensor, b: Tensor) -> Tensor:  # a value, 0-d, may become as wide as ν
+        return torch.addcmul(a, b, nu.to(a)) if a.ndim else a + nu * b
+
+    nudged: Taken = pytree.tree_map(add, own, take("outer"))
+    return nudged
 
 
 def _filled(g: Gradients, like: Params) -> Params:

@@ -128,7 +128,7 @@ def hypergradient(
     total, found = differentiate(problem, solver, estimator)
     d, cost = found.solution.displacement, found.cost
     lower, upper = found.at("inner", d), found.at("outer", d)
-    signal = float(norm(upper.by_phi))
+    signal, linear = float(norm(upper.by_phi)), found.linear_residual
     return Hypergradient(
         gradient=x_tree.build_alone(
             {n: leaf.to(problem.shared[n].dtype) for n, leaf in total.gradient.items()}
@@ -140,13 +140,7 @@ def hypergradient(
         steps=int(found.solution.steps),
         nu=total.nu,
         error=None if total.error is None else float(total.error) / signal if signal else math.inf,
-        linear_residual=(
-            None
-            if found.linear_residual is None
-            else found.linear_residual / signal
-            if signal
-            else 0.0
-        ),
+        linear_residual=None if linear is None else linear / signal if signal else 0.0,
         inner_gradients=cost.support_gradients,
         outer_gradients=cost.query_gradients,
         hessian_products=cost.hessian_products,
@@ -207,10 +201,8 @@ def choose(
     An automatic ν balances a truncation error of order ν² against the rounding, or the solver's
     tolerance, over ν.
     """
-    single = any(
-        torch.finfo(t.dtype).bits < 64
-        for t in (*problem.shared.values(), *problem.parameters.values())
-    )
+    tensors = (*problem.shared.values(), *problem.parameters.values())
+    single = any(torch.finfo(t.dtype).bits < 64 for t in tensors)
     if solver is None:
         solver = LBFGS(tol=1e-5) if single else LBFGS()
     if estimator is None:

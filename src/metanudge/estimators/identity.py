@@ -9,10 +9,9 @@ f depend directly. Estimators differ in how they take d/dν: by a difference of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.estimators.total import MetaGradient
@@ -30,8 +29,8 @@ def add_partials(
     d: Params,
     weights: Sequence[float],
     *,
-    offsets: Sequence[float] | None = None,
-    scale: Mapping[str, Tensor] | None = None,
+    offsets: Sequence[float] | None,
+    scale: Params | None,
 ) -> None:
     """Add Σ_j w_j ∂_h[g + ν_j f](φ_j) of a group of tasks.
 
@@ -60,7 +59,7 @@ def add_response(
     v: Params,
     sign: float,
     *,
-    scale: Mapping[str, Tensor] | None = None,
+    scale: Params | None = None,
 ) -> None:
     """Add ∂²_hφ g · (± v), how ∂_h g changes as φ moves from θ + d along ± v; the direct term ∂_h f
     is `query_gradient`'s.

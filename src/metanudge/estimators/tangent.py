@@ -7,10 +7,7 @@ differentiating in ν costs MAML's memory holds for reverse mode only).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.engines.inner import NudgedOracle
@@ -29,7 +26,7 @@ def add_tangent(
     *,
     nudge: Nudge,
     start: StartName,
-    scale: Mapping[str, Tensor] | None,
+    scale: Params | None,
 ) -> None:
     """Add −λ dφ/dν of a group of tasks; the arguments are those of `FOBMAML`, `scale` stands in
     place of λ.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -111,9 +111,7 @@ class MetaGradient:
         self._sealed: Tensor
         self._flat: Tensor | None = None
 
-    def add(
-        self, rows: Params, weights: float | list[float], scale: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def add(self, rows: Params, weights: float | list[float], scale: Params | None = None) -> None:
         """gradient += scale ⊙ Σ_r w_r rows_r / num_tasks; one weight for all rows or one per nudge
         (rows are nudge by nudge).
         """

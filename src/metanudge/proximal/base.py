@@ -5,7 +5,7 @@ says about θ and about itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -62,12 +62,7 @@ class Proximal(ABC):
         """
 
     def accumulate(  # noqa: B027 (most terms learn nothing)
-        self,
-        gradient: Params,
-        a: Params,
-        b: Params,
-        weights: Sequence[float],
-        scale: Mapping[str, Tensor] | None = None,
+        self, gradient: Params, a: Params, b: Params, weights: Sequence[float], scale: Params | None
     ) -> None:
         """gradient += Σ_r w_r λ a_r b_r of each learned parameter, λ replaced by `scale` where
         given; sums over the parameters that share a λ.

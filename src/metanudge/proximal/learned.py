@@ -108,12 +108,7 @@ class Learned(Diagonal):
             self._smallest.copy_(_least(self.lam))
 
     def accumulate(
-        self,
-        gradient: Params,
-        a: Params,
-        b: Params,
-        weights: Sequence[float],
-        scale: Mapping[str, Tensor] | None = None,
+        self, gradient: Params, a: Params, b: Params, weights: Sequence[float], scale: Params | None
     ) -> None:
         """gradient += Σ_r w_r λ a_r b_r, summed over the parameters that share a λ."""
         scale = self.lam if scale is None else scale
