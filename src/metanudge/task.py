@@ -28,10 +28,8 @@ def tensors(batch: Batch) -> list[Tensor]:
 
 def describe(batch: Batch) -> str:
     """Shapes and dtypes of a batch in one line, for error messages."""
-    return (
-        ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(batch))
-        or "no tensors"
-    )
+    shapes = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(batch)]
+    return ", ".join(shapes) or "no tensors"
 
 
 def kind_of(value: object) -> str:
@@ -230,12 +228,11 @@ class TaskBatch(Sequence[Task]):
         alike: dict[Any, list[int]] = {}
         for place, item in enumerate(items):
             alike.setdefault((signature(item.support), signature(item.query)), []).append(place)
-        stacks = [
-            Stack(
-                tuple(p), _stack([items[i].support for i in p]), _stack([items[i].query for i in p])
-            )
-            for p in alike.values()
-        ]
+        stacks = []
+        for places in alike.values():
+            support = _stack([items[place].support for place in places])
+            query = _stack([items[place].query for place in places])
+            stacks.append(Stack(tuple(places), support, query))
         return cls.__new__(cls)._set(stacks)
 
     def __len__(self) -> int:
@@ -254,12 +251,11 @@ class TaskBatch(Sequence[Task]):
         return stack.task(row)
 
     def __repr__(self) -> str:
-        parts = "; ".join(
-            f"{len(s)} × support [{describe(s.task(0).support)}], query"
-            f" [{describe(s.task(0).query)}]"
-            for s in self.stacks
-        )
-        return f"TaskBatch({len(self)} tasks: {parts})"
+        parts = []
+        for stack in self.stacks:
+            support, query = describe(stack.task(0).support), describe(stack.task(0).query)
+            parts.append(f"{len(stack)} × support [{support}], query [{query}]")
+        return f"TaskBatch({len(self)} tasks: {'; '.join(parts)})"
 
     def to(self, *args: Any, **kwargs: Any) -> TaskBatch:
         """Move (or cast the floating tensors of) all tasks like `Tensor.to`."""

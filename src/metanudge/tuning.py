@@ -125,10 +125,8 @@ class _Motion:
     """dφ/dν at one ν, as it is summed up, and the rounding error to expect in it."""
 
     def __init__(self, problem: TwoLevels) -> None:
-        self.sum = {
-            n: torch.zeros_like(p, dtype=problem.theta_dtypes[n], requires_grad=False)
-            for n, p in problem.parameters.items()
-        }
+        dtypes = problem.theta_dtypes
+        self.sum = {n: torch.zeros_like(p, dtype=dtypes[n]) for n, p in problem.parameters.items()}
         self._roundings: list[Tensor] = []
 
     @torch.no_grad()
@@ -160,10 +158,8 @@ class _Disagreement:
         if self._before is not None:
             before, size_before, rounding_before = self._before
             apart = _size(leaf - before[n] for n, leaf in motion.sum.items())
-            self._found.append(
-                torch.stack([apart, torch.hypot(rounding, rounding_before)])
-                / torch.minimum(size, size_before)
-            )
+            errors = torch.stack([apart, torch.hypot(rounding, rounding_before)])
+            self._found.append(errors / torch.minimum(size, size_before))
         self._before = motion.sum, size, rounding
 
     def read(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

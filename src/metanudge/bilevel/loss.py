@@ -86,15 +86,8 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
-        return (
-            None,
-            None,
-            None,
-            *(
-                _Once.apply(g, outputs[0], x)
-                for g, x in zip(ctx.gradient, ctx.saved_tensors, strict=True)
-            ),
-        )
+        pairs = zip(ctx.gradient, ctx.saved_tensors, strict=True)
+        return None, None, None, *(_Once.apply(g, outputs[0], x) for g, x in pairs)
 
 
 class _Once(torch.autograd.Function):

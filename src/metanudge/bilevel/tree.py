@@ -58,18 +58,13 @@ class Tree:
 
     def build(self, tensors: Params) -> Any:
         """The structure with these tensors in place of its variables."""
-        return pytree.tree_unflatten(
-            [
-                leaf if n is None else tensors[n]
-                for leaf, n in zip(self._leaves, self._names, strict=True)
-            ],
-            self._spec,
-        )
+        pairs = zip(self._names, self._leaves, strict=True)
+        leaves = [leaf if n is None else tensors[n] for n, leaf in pairs]
+        return pytree.tree_unflatten(leaves, self._spec)
 
     def build_alone(self, tensors: Params) -> Any:
         """The structure with these tensors in place of its variables, and None in place of its
         constants.
         """
-        return pytree.tree_unflatten(
-            [None if n is None else tensors[n] for n in self._names], self._spec
-        )
+        leaves = [None if n is None else tensors[n] for n in self._names]
+        return pytree.tree_unflatten(leaves, self._spec)

@@ -65,9 +65,8 @@ class ESMAML(Estimator):
                 measured = inner.measure_query(solution.displacement, shift)
                 total.check(inner.places, "query loss", measured.loss)
                 total.record_query(None, measured, tasks=inner.tasks, share=share * len(signs))
-                for sign, losses in zip(
-                    signs, measured.loss.unflatten(0, (len(signs), -1)), strict=True
-                ):
+                by_sign = measured.loss.unflatten(0, (len(signs), -1))
+                for sign, losses in zip(signs, by_sign, strict=True):
                     weighted = {n: leaf * per_row(losses, leaf) for n, leaf in noise.items()}
                     total.add(weighted, sign / (2 * self.sigma * self.samples))
 

@@ -65,14 +65,8 @@ def within(nu: float, longest: float, nus: Sequence[float]) -> float:
     """
     if nu <= longest or math.isnan(longest):
         return nu
-    return max(
-        (
-            mean
-            for pair in pairwise(nus)
-            if (mean := math.sqrt(pair[0] * pair[1])) <= min(nu, longest)
-        ),
-        default=nus[-1],
-    )
+    between = [math.sqrt(larger * smaller) for larger, smaller in pairwise(nus)]
+    return max((mean for mean in between if mean <= min(nu, longest)), default=nus[-1])
 
 
 def best_nu(

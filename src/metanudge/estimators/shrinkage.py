@@ -40,10 +40,8 @@ def unshrunk(solver: Solver, problem: TwoLevels) -> Params:
     """
     assert isinstance(solver, LinearSolver)
     assert isinstance(problem.proximal, Diagonal)
-    return {
-        n: lam / response(solver, lam, problem.smallest_lam)
-        for n, lam in problem.proximal.lam.items()
-    }
+    lam, mu = problem.proximal.lam, problem.smallest_lam
+    return {n: value / response(solver, value, mu) for n, value in lam.items()}
 
 
 def check_unshrink(problem: TwoLevels) -> None:

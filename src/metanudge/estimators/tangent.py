@@ -68,10 +68,8 @@ def _follow(
         pull = force if force is not None else inner.query_gradient(d, step)
         loss, g, hv = inner.data_hvp(d, tangent, None, step, solver.batch_size)
         proximal.add_force(g, d, inner.theta)
-        hv = {
-            n: leaf + pull[n]
-            for n, leaf in proximal.add_curvature(hv, d, tangent, inner.theta).items()
-        }
+        hv = proximal.add_curvature(hv, d, tangent, inner.theta)
+        hv = {n: leaf + pull[n] for n, leaf in hv.items()}
         trace.record(loss, g)
         d, memory = solver.update(d, g, memory, mu=mu, inplace=False)
         tangent, tangent_memory = solver.update(tangent, hv, tangent_memory, mu=mu, inplace=False)

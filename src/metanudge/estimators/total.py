@@ -188,11 +188,8 @@ class MetaGradient:
         """
         if flat:
             self._flat = torch.cat([g.flatten() for g in self.gradient.values()])
-        norms = (
-            torch._foreach_norm(list(self.gradient.values()))
-            if self._flat is None
-            else [torch.linalg.vector_norm(self._flat)]
-        )
+        leaves = list(self.gradient.values()) if self._flat is None else [self._flat]
+        norms = torch._foreach_norm(leaves)
         self._sums["gradient_norm"] = torch.linalg.vector_norm(torch.stack(norms)).double()
         fine = [torch.isfinite(check.values).all().double() for check in self._checks]
         self._sealed = torch.stack([*fine, *self._sums.values()])

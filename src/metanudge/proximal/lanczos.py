@@ -42,19 +42,15 @@ def extreme_eigenvalues(matvec: Callable[[Params], Params], start: Params) -> tu
         w = matvec(v)
         alpha = float(dot(v, w))
         diagonal.append(alpha)
-        w = {
-            n: leaf - alpha * v[n] - (beside[-1] * before[n] if before is not None else 0)
-            for n, leaf in w.items()
-        }
+        w = {n: leaf - alpha * v[n] for n, leaf in w.items()}
+        if before is not None:
+            w = {n: leaf - beside[-1] * before[n] for n, leaf in w.items()}
         beta = float(norm(w))
         if beta <= 1e-6 * max(map(abs, diagonal)) or len(diagonal) == size:
             break
         beside.append(beta)
         before, v = v, {n: leaf / beta for n, leaf in w.items()}
     off = torch.tensor(beside[: len(diagonal) - 1], dtype=torch.float64)
-    ritz = torch.linalg.eigvalsh(
-        torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-        + torch.diag(off, 1)
-        + torch.diag(off, -1)
-    )
+    main = torch.tensor(diagonal, dtype=torch.float64)
+    ritz = torch.linalg.eigvalsh(torch.diag(main) + torch.diag(off, 1) + torch.diag(off, -1))
     return float(ritz[0]), float(ritz[-1])

@@ -59,12 +59,8 @@ class LogStiffness(nn.Module):
                     f'lam[{name!r}] has one value per parameter, but learn_lam="tensor" learns one'
                     ' per tensor. Use learn_lam="parameter", or start from numbers.'
                 )
-            rho = (
-                value.log()
-                if per == "tensor"
-                else torch.ones_like(parameters[name], dtype=value.dtype) * value.log()
-            )
-            _register(self, name, nn.Parameter(rho))
+            shape = value.shape if per == "tensor" else parameters[name].shape
+            _register(self, name, nn.Parameter(value.log().expand(shape).clone()))
 
 
 class Learned(Diagonal):

@@ -28,7 +28,7 @@ class Matrix(Proximal):
 
     def __init__(self, operator: Operator, parameters: Mapping[str, Tensor]) -> None:
         self._operator = operator
-        self._shapes = {n: p.shape for n, p in parameters.items()}
+        self._shapes = _shapes(parameters)
         self._rows = Rowwise(self._product)
         self.smallest_curvature = self._probe(parameters)
 
@@ -63,19 +63,11 @@ class Matrix(Proximal):
     def _product(self, v: Params) -> Params:
         """A v of one task, in the order and dtypes of v."""
         result = self._operator(v)
-        if (
-            not isinstance(result, Mapping)
-            or set(result) != set(v)
-            or any(result[n].shape != s for n, s in self._shapes.items())
-        ):
-            got = (
-                {n: tuple(t.shape) for n, t in result.items()}
-                if isinstance(result, Mapping)
-                else type(result).__name__
-            )
+        got = _shapes(result) if isinstance(result, Mapping) else type(result).__name__
+        if got != self._shapes:
             raise ValueError(
                 "The operator given as lam must return a dict with the names and shapes it is"
-                f" given ({ {n: tuple(s) for n, s in self._shapes.items()} }), got {got}."
+                f" given ({self._shapes}), got {got}."
             )
         return {n: result[n].to(leaf.dtype) for n, leaf in v.items()}
 
@@ -89,9 +81,8 @@ class Matrix(Proximal):
             slack = max(torch.finfo(leaf.dtype).eps for leaf in probes[0].values()) ** 0.5
             if not all(bool(torch.isfinite(norm(image)).all()) for image in images):
                 raise ValueError(f"The operator given as lam returns NaN or Inf. {FIX}")
-            for u, v, au, av in zip(
-                probes[::2], probes[1::2], images[::2], images[1::2], strict=True
-            ):
+            probed = list(zip(probes, images, strict=True))
+            for (u, au), (v, av) in zip(probed[::2], probed[1::2], strict=True):
                 size = float(norm(au) + norm(av))
                 both = self.product({n: u[n] + 2 * v[n] for n in u})
                 if float(norm({n: both[n] - au[n] - 2 * av[n] for n in u})) > slack * size:
@@ -112,3 +103,7 @@ class Matrix(Proximal):
                     f" solution. {FIX}"
                 )
         return smallest
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {n: tuple(t.shape) for n, t in tensors.items()}

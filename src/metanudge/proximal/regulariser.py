@@ -28,9 +28,8 @@ class Custom(Proximal):
     uses_theta = True
 
     def __init__(self, regulariser: Regulariser, parameters: Mapping[str, Tensor]) -> None:
-        if isinstance(regulariser, nn.Module) and any(
-            p.requires_grad for p in regulariser.parameters()
-        ):
+        own = regulariser.parameters() if isinstance(regulariser, nn.Module) else ()
+        if any(p.requires_grad for p in own):
             raise ValueError(
                 "The regulariser has parameters that require grad, but only θ is learned through"
                 " it. Call regulariser.requires_grad_(False), or learn a stiffness with learn_lam."
@@ -66,28 +65,25 @@ class Custom(Proximal):
         self, d: Params, theta: Params, v: Params | None = None
     ) -> tuple[Params, Params | None]:
         """−∂_θ R, or −∂²_θφ R · v."""
-        push = (
-            self._call(self._on_theta, d, theta)
-            if v is None
-            else self._call(self._mixed, d, theta, v)
-        )
+        if v is None:
+            push = self._call(self._on_theta, d, theta)
+        else:
+            push = self._call(self._mixed, d, theta, v)
         return {n: -leaf for n, leaf in push.items()}, None
 
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
         """d ↦ ∂_φ R(θ + d; θ)."""
-        return (
-            lambda d: grad(self._regulariser)({n: theta[n] + leaf for n, leaf in d.items()}, theta),
-            self.smallest_curvature,
-        )
+
+        def force(d: Params) -> Params:
+            return grad(self._regulariser)({n: theta[n] + leaf for n, leaf in d.items()}, theta)
+
+        return force, self.smallest_curvature
 
     def _call(self, function: Rowwise, d: Params, theta: Params, *more: Params) -> Params:
-        own = next(theta[n].ndim == leaf.ndim for n, leaf in d.items())
-        theta = {n: theta[n].to(leaf.dtype) for n, leaf in d.items()}
+        theta = {n: theta[n].to(leaf.dtype).expand_as(leaf) for n, leaf in d.items()}
         # what the function closes over is constant; `grad` inside works all the same
         with torch.no_grad():
-            return function(
-                {n: theta[n] + leaf for n, leaf in d.items()}, theta, *more, apart=(True, own)
-            )
+            return function({n: theta[n] + leaf for n, leaf in d.items()}, theta, *more)
 
     def _check(self, theta: Params) -> None:
         value = self._regulariser({n: t.clone() for n, t in theta.items()}, theta)
@@ -96,9 +92,8 @@ class Custom(Proximal):
                 f"The regulariser must return a scalar tensor, got {kind_of(value)}. Sum it over"
                 " all parameters."
             )
-        force = self._on_phi(
-            {n: t.unsqueeze(0) for n, t in theta.items()}, theta, apart=(True, False)
-        )
+        row = {n: t.unsqueeze(0) for n, t in theta.items()}
+        force = self._on_phi(row, row)
         if not bool(torch.isfinite(value)) or not bool(torch.isfinite(norm(force)).all()):
             raise ValueError(
                 "The regulariser or its gradient is not finite at φ = θ, where every solve starts"
