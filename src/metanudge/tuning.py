@@ -40,13 +40,42 @@ from metanudge.engines import Cost, Engine, Inner
 from metanudge.estimators.base import Estimator
 from metanudge.estimators.fobmaml import FOBMAML
 from metanudge.estimators.identity import centre_shift
-from metanudge.estimators.ladder import LADDER, average, best_nu, credible, step_aware, within
+from metanudge.estimators.ladder import LADDER, average, best_nu, within
 from metanudge.estimators.run import check
 from metanudge.estimators.stencils import STENCILS
 from metanudge.params import Params, norm
 from metanudge.problem import Problem, TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
+
+_FEW, _MANY = 10, 50
+
+
+def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
+    """ν for a number of inner steps K, by the paper's "Step-Aware" rule (appendix, Empirical
+    Analysis of Hyperparameter Sensitivity).
+
+    Coarse adaptation, K ≤ 10: ν in [0.1, 0.5], "to ensure the meta-gradient signal is not lost to
+    solver noise". High-precision adaptation, K ≥ 50: ν of 0.01 or 0.001. The paper says nothing
+    about what lies between; here log ν falls linearly with log K.
+
+    The rule comes from smooth quadratic problems. With ReLU or max-pooling more steps do not make a
+    small ν safe: use `nu="auto"`.
+
+    Args:
+        steps: K.
+        coarse: ν up to 10 steps.
+        fine: ν from 50 steps on.
+
+    Example:
+        >>> [round(step_aware(steps), 3) for steps in (1, 10, 20, 50, 100)]
+        [0.1, 0.1, 0.037, 0.01, 0.01]
+    """
+    check_count(steps, "steps", "It is the number of inner steps K.")
+    check_positive(coarse, "coarse", "The paper's range is 0.1 to 0.5.")
+    check_positive(fine, "fine", "The paper names 0.01 and 0.001.")
+    share = math.log(min(max(steps, _FEW), _MANY) / _FEW) / math.log(_MANY / _FEW)
+    return coarse * (fine / coarse) ** share
 
 
 @dataclass(frozen=True)
@@ -189,12 +218,12 @@ def _motions(
     """
     motions = [_Motion(inners[0].problem) for _ in nus]
     for inner in inners:
-        base = estimator.base(inner, solver)
+        base = estimator.solve_plain(inner, solver)
         if estimator.start == "shifted":
             assert base.solution is not None
             assert base.force is not None
             shifts.append(norm(centre_shift(inner, base.force)) / norm(base.solution.displacement))
-        for found in estimator.displaced(inner, solver, nus, base):
+        for found in estimator.solve_nudged(inner, solver, nus, base):
             for rung, motion in enumerate(motions):
                 motion.add(found.solution.displacement, found.weights(rung))
             del found  # or it would still be alive during the next solve
@@ -344,16 +373,3 @@ class NuTuner:
 def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML]:
     """Whether an estimator leaves the choice of ν to a tuner."""
     return isinstance(estimator, FOBMAML) and estimator.automatic
-
-
-__all__ = [
-    "LADDER",
-    "NuEstimate",
-    "NuTuner",
-    "best_nu",
-    "credible",
-    "estimate_nu",
-    "is_automatic",
-    "step_aware",
-    "within",
-]

@@ -86,8 +86,10 @@ class FOBMAML(Estimator):
             return
         assert isinstance(self.nu, (int, float)), "a ν is chosen before"
         total.nu = self.nu
-        base = self.base(inner, solver, total)
-        for found in self.displaced(inner, solver, [self.nu], base):  # line 6: φ_j, nudged by ν_j
+        base = self.solve_plain(inner, solver, total)
+        for found in self.solve_nudged(
+            inner, solver, [self.nu], base
+        ):  # line 6: φ_j, nudged by ν_j
             self._record(total, inner, found, base)
             offsets = found.nudges if found.nudged and self.nudge == "loss" else None
             # Lines 7 and 9: −λ c_j φ_j / ν, averaged over the tasks. λ and shared layers get ∂_h[g
@@ -96,7 +98,7 @@ class FOBMAML(Estimator):
             add_partials(total, inner, d, found.weights(), offsets=offsets, scale=scale)
             del d, found  # or they would still be alive during the next solve
 
-    def base(self, inner: Inner, solver: Solver, total: MetaGradient | None = None) -> Base:
+    def solve_plain(self, inner: Inner, solver: Solver, total: MetaGradient | None = None) -> Base:
         """φ_0 and ∇f(φ_0) where nudge, start or stencil need them, or the problem; `total` takes
         note.
         """
@@ -113,7 +115,7 @@ class FOBMAML(Estimator):
         force = query_gradient(total, inner, solution.displacement, direct=direct)
         return Base(True, solution, force)
 
-    def displaced(
+    def solve_nudged(
         self, inner: Inner, solver: Solver, nus: Sequence[float], base: Base
     ) -> Iterator[Displaced]:
         """The solutions φ_j that the stencil takes at each of the `nus`, with coefficients; `base`

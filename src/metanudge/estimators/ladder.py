@@ -1,5 +1,5 @@
-"""Which ν: a rule of thumb, and what the estimates on a ladder of ν say (`metanudge.tuning` makes
-them).
+"""Which ν on a ladder: what the disagreement of estimates at neighbouring ν says (see
+`metanudge.tuning`, which makes them).
 """
 
 from __future__ import annotations
@@ -8,47 +8,17 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from metanudge.solvers.base import check_count, check_positive
-
 LADDER = tuple(0.5 * 10 ** (-rung / 2) for rung in range(7))
 """The ν that are tried: 0.5, 0.16, 0.05, …, 0.0005. With the loss nudge, f̂ − νf is no longer
 bounded below for ν much larger.
 """
 
-_FEW, _MANY = 10, 50
 _HOPELESS = 10.0
 _STEADY = 2
 _WORTHWHILE = 0.5
 # Measured errors are 0.4 to 2 times r: linear models, perceptrons, convolutions and Transformers,
 # float32 and float64.
 _ROUNDINGS = 4.0
-
-
-def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
-    """ν for a number of inner steps K, by the paper's "Step-Aware" rule (appendix, Empirical
-    Analysis of Hyperparameter Sensitivity).
-
-    Coarse adaptation, K ≤ 10: ν in [0.1, 0.5], "to ensure the meta-gradient signal is not lost to
-    solver noise". High-precision adaptation, K ≥ 50: ν of 0.01 or 0.001. The paper says nothing
-    about what lies between; here log ν falls linearly with log K.
-
-    The rule comes from smooth quadratic problems. With ReLU or max-pooling more steps do not make a
-    small ν safe: use `nu="auto"`.
-
-    Args:
-        steps: K.
-        coarse: ν up to 10 steps.
-        fine: ν from 50 steps on.
-
-    Example:
-        >>> [round(step_aware(steps), 3) for steps in (1, 10, 20, 50, 100)]
-        [0.1, 0.1, 0.037, 0.01, 0.01]
-    """
-    check_count(steps, "steps", "It is the number of inner steps K.")
-    check_positive(coarse, "coarse", "The paper's range is 0.1 to 0.5.")
-    check_positive(fine, "fine", "The paper names 0.01 and 0.001.")
-    share = math.log(min(max(steps, _FEW), _MANY) / _FEW) / math.log(_MANY / _FEW)
-    return coarse * (fine / coarse) ** share
 
 
 def within(nu: float, longest: float, nus: Sequence[float]) -> float:
