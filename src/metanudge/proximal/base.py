@@ -1,5 +1,5 @@
 """What the rest of the package asks of a proximal term: its force on φ, its energy, and what it
-says about θ and about itself.
+says about θ and about itself. And no term at all, which answers with zeros.
 """
 
 from __future__ import annotations
@@ -78,3 +78,33 @@ class Proximal(ABC):
         """∂_φ R as a function of one task's d (no row axis) that autograd follows into θ and the
         learned parameters; and its μ.
         """
+
+
+class Absent(Proximal):
+    """R = 0: what solves start from is a constant, and the inner function is all there is;
+    `smallest_curvature` is what is known of its own.
+    """
+
+    def __init__(self, smallest_curvature: float) -> None:
+        self.smallest_curvature = smallest_curvature
+
+    def add_force(self, g: Params, d: Params, theta: Params) -> None:
+        """g as it is."""
+
+    def energy(self, d: Params, theta: Params) -> Tensor:
+        """0."""
+        return next(iter(d.values())).new_zeros(())
+
+    def add_curvature(self, hv: Params, d: Params, v: Params, theta: Params) -> Params:
+        """hv as it is."""
+        return hv
+
+    def pull(
+        self, d: Params, theta: Params, v: Params | None = None
+    ) -> tuple[Params, Params | None]:
+        """There is no θ to pull on."""
+        return {}, None
+
+    def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
+        """d ↦ 0."""
+        return lambda d: {n: leaf.new_zeros(()) for n, leaf in d.items()}, self.smallest_curvature
