@@ -162,17 +162,11 @@ def check_gradient(
     engine = StackedEngine(chunk=8)
 
     def gradient(estimator: Estimator, solver: Solver) -> tuple[Tensor, Stats]:
-        estimator = NuTuner().settled(
+        ready = NuTuner().settled(
             estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=0
         )
         g, stats = meta_gradient(
-            problem,
-            batch,
-            solver=solver,
-            estimator=estimator,
-            engine=engine,
-            seed=seed,
-            metrics=False,
+            problem, batch, solver=solver, estimator=ready, engine=engine, seed=seed, metrics=False
         )
         return torch.cat([leaf.flatten() for leaf in g.values()]), stats
 

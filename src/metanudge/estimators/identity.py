@@ -58,7 +58,6 @@ def add_response(
     d: Params,
     v: Params,
     sign: float,
-    *,
     scale: Params | None = None,
 ) -> None:
     """Add ∂²_hφ g · (± v), how ∂_h g changes as φ moves from θ + d along ± v; the direct term ∂_h f

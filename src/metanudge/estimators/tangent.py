@@ -52,7 +52,7 @@ def add_tangent(
     total.check(inner.places, "tangent", norm(tangent))
     if direct_at_end and inner.problem.shared:
         query_gradient(total, inner, solution.displacement)
-    add_response(total, inner, solution.displacement, tangent, 1.0, scale=scale)
+    add_response(total, inner, solution.displacement, tangent, 1.0, scale)
 
 
 def _follow(

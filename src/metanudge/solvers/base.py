@@ -119,15 +119,9 @@ class Trace:
 
     def solution(self, displacement: Params, steps: Tensor) -> Solution:
         """The solution reached."""
-        residual = self._residuals[-1]
-        return Solution(
-            displacement,
-            steps,
-            residual,
-            residual / self._strong_convexity,
-            torch.stack(self._losses),
-            torch.stack(self._residuals),
-        )
+        residual, delta = self._residuals[-1], self._residuals[-1] / self._strong_convexity
+        losses, residuals = torch.stack(self._losses), torch.stack(self._residuals)
+        return Solution(displacement, steps, residual, delta, losses, residuals)
 
 
 def solve_rows(

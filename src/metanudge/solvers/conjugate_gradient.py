@@ -12,6 +12,8 @@ from torch import Tensor
 
 from metanudge.params import Params, add_scaled, dot, norm, zeros_like
 
+Product = Callable[[Params], Params]
+
 
 @dataclass(frozen=True)
 class LinearSolve:
@@ -34,12 +36,7 @@ class LinearSolve:
 
 
 def conjugate_gradient(
-    matvec: Callable[[Params], Params],
-    b: Params,
-    *,
-    steps: int,
-    tol: float | Tensor = 0.0,
-    damping: float = 0.0,
+    matvec: Product, b: Params, *, steps: int, tol: float | Tensor = 0.0, damping: float = 0.0
 ) -> LinearSolve:
     """Solve A x = b from x = 0 with at most `steps` products; a row stops at ‖b − A x‖ ≤ tol·‖b‖ or
     at ⟨p, A p⟩ ≤ 0.

@@ -80,13 +80,9 @@ class NewtonCG:
         downhill = {name: -leaf for name, leaf in g.items()}
         # The nearer the solution, the more exact the step: enough for quadratic convergence, no
         # product wasted far away.
-        forcing = norm(g).clamp(1e-12, 0.1)
+        tol = norm(g).clamp(1e-12, 0.1)
         solve = conjugate_gradient(
-            lambda v: oracle.hvp(d, v),
-            downhill,
-            steps=self.cg_steps,
-            tol=forcing,
-            damping=self.damping,
+            lambda v: oracle.hvp(d, v), downhill, steps=self.cg_steps, tol=tol, damping=self.damping
         )
         # Negative curvature at the very first direction leaves x = 0: fall back on the gradient.
         nothing = dot(solve.x, solve.x) == 0
