@@ -59,8 +59,9 @@ class LogStiffness(nn.Module):
                     f'lam[{name!r}] has one value per parameter, but learn_lam="tensor" learns one'
                     ' per tensor. Use learn_lam="parameter", or start from numbers.'
                 )
-            shape = value.shape if per == "tensor" else parameters[name].shape
-            _register(self, name, nn.Parameter(value.log().expand(shape).clone()))
+            like = value if per == "tensor" else parameters[name]
+            rho = torch.ones_like(like, dtype=value.dtype) * value.log()
+            _register(self, name, nn.Parameter(rho))
 
 
 class Learned(Diagonal):
@@ -69,8 +70,6 @@ class Learned(Diagonal):
     The tensors in `lam` keep their storage; `refresh` writes exp(ρ) into them, on the device.
     """
 
-    _fixed = False
-
     def __init__(self, log_lam: LogStiffness, parameters: Mapping[str, Tensor]) -> None:
         self._log_lam = log_lam
         self._keys = _keys(log_lam, parameters)
@@ -78,10 +77,11 @@ class Learned(Diagonal):
         lam: Params = {}
         rho = self._rho
         for name, p in parameters.items():
-            place = key, dtype = self._keys[name], wide(p.dtype)
-            if place not in self._buffers:
-                self._buffers[place] = torch.empty(rho[key].shape, dtype=dtype, device=p.device)
-            lam[name] = self._buffers[place]
+            key, dtype = self._keys[name], wide(p.dtype)
+            if (key, dtype) not in self._buffers:
+                buffer = torch.empty_like(rho[key], dtype=dtype, device=p.device)
+                self._buffers[key, dtype] = buffer
+            lam[name] = self._buffers[key, dtype]
         self._smallest = lam[next(iter(lam))].new_empty(())
         super().__init__(lam, self._smallest)
         self.refresh()
