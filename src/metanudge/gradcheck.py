@@ -30,7 +30,7 @@ from metanudge.learner import MetaLearner, Tasks
 from metanudge.problem import Objective, Problem
 from metanudge.solvers import NewtonCG, Solver
 from metanudge.task import TaskBatch
-from metanudge.tuning import NuTuner, is_automatic
+from metanudge.tuning import NuTuner, Where, is_automatic
 
 DEFAULT_NUS = (1e-3, 1e-2, 1e-1, 0.5)
 LARGEST_DENSE = 1000
@@ -162,12 +162,9 @@ def check_gradient(
     engine = StackedEngine(chunk=8)
 
     def gradient(estimator: Estimator, solver: Solver) -> tuple[Tensor, Stats]:
-        ready = NuTuner().settled(
-            estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=0
-        )
-        g, stats = meta_gradient(
-            problem, batch, solver=solver, estimator=ready, engine=engine, seed=seed, metrics=False
-        )
+        where = Where(solver=solver, engine=engine, seed=seed, first=0)
+        ready = NuTuner().settled(estimator, problem, batch, **where)
+        g, stats = meta_gradient(problem, batch, estimator=ready, metrics=False, **where)
         return torch.cat([leaf.flatten() for leaf in g.values()]), stats
 
     size = sum(p.numel() for p in problem.parameters.values())

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, TypedDict, TypeGuard, Unpack
 
 import torch
 from torch import Tensor
@@ -108,6 +108,17 @@ class NuEstimate:
 
     def __str__(self) -> str:
         return f"ν {self.nu:.3g}, relative error of the difference about {self.error:.2g}"
+
+
+class Where(TypedDict):
+    """How and where the meta-gradient is made that a ν is for; `seed` and `first` as in
+    `meta_gradient`.
+    """
+
+    solver: Solver
+    engine: Engine
+    seed: int
+    first: int
 
 
 def estimate_nu(
@@ -278,37 +289,21 @@ class NuTuner:
         return max(self.every, math.ceil(len(LADDER) * self.tasks(count) / (self.share * count)))
 
     def settled(
-        self,
-        estimator: Estimator,
-        problem: Problem,
-        tasks: TaskBatch,
-        *,
-        solver: Solver,
-        engine: Engine,
-        seed: int,
-        first: int,
+        self, estimator: Estimator, problem: Problem, tasks: TaskBatch, **where: Unpack[Where]
     ) -> Estimator:
         """The estimator with the ν to use now, after a look at the first few of the tasks where it
         is time for one.
         """
         if not is_automatic(estimator):
             return estimator
-        stale = self._made_for not in (None, (estimator, solver))
+        made_for = (estimator, where["solver"])
+        stale = self._made_for not in (None, made_for)
         if self.nu is None or stale or self._age >= self.interval(len(tasks)):
             few = self.tasks(len(tasks))
             some = tasks if few == len(tasks) else tasks[:few]
-            self.look(
-                estimator,
-                problem,
-                some,
-                solver=solver,
-                engine=engine,
-                seed=seed,
-                first=first,
-                # no more solves side by side than the meta-gradient itself makes
-                rungs_at_once=len(tasks) // few,
-            )
-        self._made_for = (estimator, solver)
+            # no more solves side by side than the meta-gradient itself makes
+            self.look(estimator, problem, some, rungs_at_once=len(tasks) // few, **where)
+        self._made_for = made_for
         return replace(estimator, nu=self.nu)
 
     def look(
@@ -317,25 +312,16 @@ class NuTuner:
         problem: Problem,
         tasks: TaskBatch,
         *,
-        solver: Solver,
-        engine: Engine,
-        seed: int,
-        first: int = 0,
         rungs_at_once: int = 1,
+        **where: Unpack[Where],
     ) -> NuEstimate:
         """Choose ν anew on these tasks."""
         found = estimate_nu(
-            problem,
-            tasks,
-            estimator=estimator,
-            solver=solver,
-            engine=engine,
-            seed=seed,
-            first=first,
-            rungs_at_once=rungs_at_once,
+            problem, tasks, estimator=estimator, rungs_at_once=rungs_at_once, **where
         )
+        made_for = (estimator, where["solver"])
         # what was found for another estimator says nothing about this one
-        known = self._disagreement if self._made_for in (None, (estimator, solver)) else None
+        known = self._disagreement if self._made_for in (None, made_for) else None
         before = found.disagreement if known is None else known
         self._disagreement = [
             average(a, b) for a, b in zip(before, found.disagreement, strict=True)
@@ -345,7 +331,7 @@ class NuTuner:
         if nu is None:
             nu = found.nu if self.nu is None else self.nu
         self.nu = within(nu, found.longest, found.nus)
-        self.last, self._age, self._made_for = found, 0, (estimator, solver)
+        self.last, self._age, self._made_for = found, 0, made_for
         self.gradients += found.gradients
         return found
 
