@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from metanudge.params import Params
 
 Force = Callable[[Params], Params]
+Pull = tuple[Params, Params | None]
+"""Rows, and a factor that all of them share (None for 1)."""
 
 
 class Proximal(ABC):
@@ -54,12 +56,8 @@ class Proximal(ABC):
         """hv + ∂²_φφ R · v, out of place."""
 
     @abstractmethod
-    def pull(
-        self, d: Params, theta: Params, v: Params | None = None
-    ) -> tuple[Params, Params | None]:
-        """−∂_θ R at fixed φ, or its derivative as φ moves along v, −∂²_θφ R · v; as rows and a
-        factor that all rows share (None for 1).
-        """
+    def pull(self, d: Params, theta: Params, v: Params | None = None) -> Pull:
+        """−∂_θ R at fixed φ, or its derivative as φ moves along v, −∂²_θφ R · v."""
 
     def accumulate(  # noqa: B027 (most terms learn nothing)
         self, gradient: Params, a: Params, b: Params, weights: Sequence[float], scale: Params | None
@@ -99,9 +97,7 @@ class Absent(Proximal):
         """hv as it is."""
         return hv
 
-    def pull(
-        self, d: Params, theta: Params, v: Params | None = None
-    ) -> tuple[Params, Params | None]:
+    def pull(self, d: Params, theta: Params, v: Params | None = None) -> Pull:
         """There is no θ to pull on."""
         return {}, None
 

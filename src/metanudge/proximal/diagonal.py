@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Flat, Params, dot
-from metanudge.proximal.base import Force, Proximal
+from metanudge.proximal.base import Force, Proximal, Pull
 
 
 class Diagonal(Proximal):
@@ -54,9 +54,7 @@ class Diagonal(Proximal):
         """hv + λ v."""
         return {n: torch.addcmul(leaf, v[n], self.lam[n]) for n, leaf in hv.items()}
 
-    def pull(
-        self, d: Params, theta: Params, v: Params | None = None
-    ) -> tuple[Params, Params | None]:
+    def pull(self, d: Params, theta: Params, v: Params | None = None) -> Pull:
         """λ d, or λ v."""
         return d if v is None else v, self.lam
 

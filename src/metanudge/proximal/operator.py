@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Params, dot, norm
-from metanudge.proximal.base import Force, Proximal
+from metanudge.proximal.base import Force, Proximal, Pull
 from metanudge.proximal.lanczos import extreme_eigenvalues, random_direction
 from metanudge.proximal.rowwise import Rowwise
 from metanudge.proximal.stiffness import Operator
@@ -50,9 +50,7 @@ class Matrix(Proximal):
         """hv + A v."""
         return {n: hv[n] + leaf for n, leaf in self.product(v).items()}
 
-    def pull(
-        self, d: Params, theta: Params, v: Params | None = None
-    ) -> tuple[Params, Params | None]:
+    def pull(self, d: Params, theta: Params, v: Params | None = None) -> Pull:
         """A d, or A v."""
         return self.product(d if v is None else v), None
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import grad, vjp
 
 from metanudge.params import Params, norm, wide, zeros_like
-from metanudge.proximal.base import Force, Proximal
+from metanudge.proximal.base import Force, Proximal, Pull
 from metanudge.proximal.lanczos import extreme_eigenvalues, random_direction
 from metanudge.proximal.rowwise import Rowwise
 from metanudge.proximal.stiffness import Regulariser
@@ -61,9 +61,7 @@ class Custom(Proximal):
         """hv + ∂²_φφ R · v."""
         return {n: hv[n] + leaf for n, leaf in self._call(self._hvp, d, theta, v).items()}
 
-    def pull(
-        self, d: Params, theta: Params, v: Params | None = None
-    ) -> tuple[Params, Params | None]:
+    def pull(self, d: Params, theta: Params, v: Params | None = None) -> Pull:
         """−∂_θ R, or −∂²_θφ R · v."""
         if v is None:
             push = self._call(self._on_theta, d, theta)
