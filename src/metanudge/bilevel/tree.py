@@ -22,6 +22,7 @@ class Tree:
         wanted: which of the floating tensors are variables; all by default.
 
     Example:
+        >>> import torch
         >>> tree = Tree({"w": torch.zeros(2), "depth": 3}, "x")
         >>> list(tree.tensors), tree.build({"x['w']": torch.ones(2)})
         (["x['w']"], {'w': tensor([1., 1.]), 'depth': 3})

@@ -60,7 +60,11 @@ class Exact(Estimator):
         singular = info > 0
         solve = LinearSolve(unflatten(x, d), residual, size, torch.zeros_like(singular), singular)
         inner.judge(solve)
-        total.check(inner.places, "solution of the linear system", x.norm(dim=1))
+        if bool(singular.any()):
+            raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]
+                f"The Hessian of task {inner.places[int(singular.int().argmax())]} is singular"
+                " where its solve ended, so there is no implicit gradient. Use a larger lam."
+            )
         add_response(total, inner, d, solve.x, -1.0)
 
 
