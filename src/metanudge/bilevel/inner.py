@@ -5,8 +5,7 @@ autograd.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -243,8 +242,7 @@ class BilevelInner(Inner):
         """The derivative of ⟨g, v⟩."""
         self.cost.hessian_products += 1
         product = torch.stack([(t * v[n][0]).sum() for n, t in g.items() if t is not None]).sum()
-        with second_derivatives():
-            return gradients(product, by)
+        return second_gradients(product, by)
 
     def hessian(self, d: Params) -> Tensor:
         """That of g in φ, row by row from one graph."""
@@ -253,8 +251,7 @@ class BilevelInner(Inner):
         rows = []
         for entry in torch.cat([t.flatten().to(d[n].dtype) for n, t in g.items() if t is not None]):
             self.cost.hessian_products += 1
-            with second_derivatives():
-                row = gradients(entry, phi, retain_graph=True)
+            row = second_gradients(entry, phi, retain_graph=True)
             rows.append(flatten(_rows(row, d)))
         return torch.cat(rows).unsqueeze(0)
 
@@ -272,8 +269,7 @@ class BilevelInner(Inner):
             return g
 
         d = unroll(solver, self.zeros(1), gradient, strong_convexity=mu, last=unrolled)
-        with second_derivatives():
-            found = gradients(self.problem.evaluate("outer", x, self.problem.phi(d)), x)
+        found = second_gradients(self.problem.evaluate("outer", x, self.problem.phi(d)), x)
         self.cost.query_gradients += 1
         self.cost.hessian_products += unrolled
         end = {n: leaf.detach() for n, leaf in d.items()}
@@ -281,11 +277,10 @@ class BilevelInner(Inner):
         return _as_rows(_filled(found, x)), trace.solution(end, steps)
 
 
-@contextmanager
-def second_derivatives() -> Iterator[None]:
-    """Say, where torch cannot take a second derivative, who does without."""
+def second_gradients(value: Tensor, by: Params, *, retain_graph: bool | None = None) -> Gradients:
+    """Gradients of what was made from gradients; says, where torch has none, who does without."""
     try:
-        yield
+        return gradients(value, by, retain_graph=retain_graph)
     except RuntimeError as error:
         error.add_note(
             "A second derivative was needed. FOBMAML with a finite difference, e.g."
