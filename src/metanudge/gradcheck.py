@@ -156,7 +156,6 @@ def check_gradient(
     batch = TaskBatch.of(tasks)[:max_tasks].to(torch.float64)
     problem = _double(learner)
     notes: list[str] = []
-
     # The in-place engine could serve some estimators; one engine for all keeps the random numbers
     # of all the same.
     engine = StackedEngine(chunk=8)
@@ -264,10 +263,7 @@ def _with_every_nu(estimators: Iterable[Estimator], nus: Sequence[float]) -> lis
         if isinstance(estimator, FOBMAML) and estimator.stencil != "tangent":
             own = {estimator.nu} if isinstance(estimator.nu, (int, float)) else set()
             spread.extend(replace(estimator, nu=nu) for nu in sorted({*nus, *own}))
-            if estimator.automatic:
-                spread.append(estimator)
-        else:
-            spread.append(estimator)
+        spread.append(estimator)
     return list(dict.fromkeys(spread))
 
 
