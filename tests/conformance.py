@@ -28,11 +28,11 @@ from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.estimators import ESTIMATORS, Estimator
+from metanudge.estimators.ladder import LADDER
 from metanudge.models import MODELS
 from metanudge.problem import takes_model
 from metanudge.solvers import SOLVERS, Solver
 from metanudge.tasks import SOURCES, Episodes, Labelled
-from metanudge.tuning import LADDER
 from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded, transformer
 
 SOLVER = mn.GradientDescent(lr=0.1, steps=2)
