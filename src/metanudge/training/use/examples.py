@@ -64,11 +64,7 @@ def _is_table(path: Path) -> bool:
 
 def _read_table(path: Path, how: Preprocessing, *, labelled: bool = True) -> tuple[Table, Tensor]:
     table = read_csv(
-        path,
-        label=how.label,
-        features=how.columns,
-        delimiter=how.delimiter,
-        labelled=labelled,
+        path, label=how.label, features=how.columns, delimiter=how.delimiter, labelled=labelled
     )
     values = torch.from_numpy(table.values)
     how.check(values, path)
@@ -102,9 +98,6 @@ def explained() -> Iterator[None]:
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        told = (
-            str(error)
-            if error.errno is None
-            else f"{error.filename} cannot be read ({error.strerror})."
-        )
-        raise UserError(told) from error
+        if error.errno is None:
+            raise UserError(str(error)) from error
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}).") from error
