@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from metanudge.tasks.images import opened
+from metanudge.tasks.images import image_tensor, opened
 from metanudge.tasks.unpack import read_entry
 
 DRAWERS = 20
@@ -143,17 +143,14 @@ def _refuse_unsafe(info: zipfile.ZipInfo, path: Path) -> None:
 
 def _shrunk(data: bytes, where: str) -> NDArray[np.uint8]:
     """One image as 28×28, ink 255."""
-    from PIL import Image
-
     try:
         with opened(io.BytesIO(data)) as image:
             if image.size != _ORIGINAL_SIZE:
                 raise ValueError(f"it has {image.width}×{image.height} pixels, not 105×105")
-            # Grey first: Pillow would resize a 1-bit image with nearest neighbour whatever filter
-            # is asked for.
-            small = image.convert("L").resize((SIZE, SIZE), Image.Resampling.LANCZOS)
+            small = image_tensor(image, grey=True, size=(SIZE, SIZE))
     except Exception as error:  # a damaged image fails in many ways inside Pillow
         raise ValueError(
             f"{where} is not a readable Omniglot image ({error}). Get this file again."
         ) from error
-    return 255 - np.asarray(small, dtype=np.uint8)
+    ink: NDArray[np.uint8] = 255 - small[0].numpy()
+    return ink
