@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from metanudge.tasks.read_csv import Table, read_csv
-from metanudge.tasks.read_file import read_file
-from metanudge.tasks.read_folder import examples_among, is_visible, read_folder
+from metanudge.tasks.read_folder import examples_among, is_visible, read_file, read_folder
 from metanudge.training.errors import UserError
 from metanudge.training.sources import TABLES
 from metanudge.training.use.preprocessing import Preprocessing
