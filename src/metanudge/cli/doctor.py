@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from metanudge import TaskBatch
     from metanudge.engine_choice import EngineName
     from metanudge.estimators import Estimator
+    from metanudge.testing.problems import Setup
 
 OPTIONAL = {"tensorboard": "metanudge train --tensorboard", "wandb": "metanudge train --wandb"}
 
@@ -177,11 +178,10 @@ def self_test() -> list[Check]:
 
 def _checks() -> list[Check]:
     import torch
-    from torch import nn
 
     import metanudge as mn
 
-    model, tasks = _problem()
+    model, loss, tasks = small_problem()
     oracle = _dense_oracle(model, tasks)
     estimators: list[tuple[str, Estimator, float]] = [
         ("FOBMAML symmetric, nu=0.01", mn.FOBMAML(nu=0.01), 1e-4),
@@ -191,7 +191,7 @@ def _checks() -> list[Check]:
         ("MAML", mn.MAML(), 1e-8),
     ]
     engines: tuple[EngineName, ...] = ("stacked", "inplace")
-    solver, loss = mn.GradientDescent(lr=0.4, steps=20), nn.functional.cross_entropy
+    solver = mn.GradientDescent(lr=0.4, steps=30)
     checks = []
     for (name, estimator, allowed), engine in product(estimators, engines):
         if engine in estimator.engines:
@@ -208,20 +208,11 @@ def _checks() -> list[Check]:
 _LAM = 2.0
 
 
-def _problem() -> tuple[torch.nn.Module, TaskBatch]:
-    import torch
-    from torch import nn
+def small_problem() -> Setup:
+    """Two tasks and a perceptron of 17 parameters."""
+    from metanudge.testing.problems import mlp
 
-    import metanudge as mn
-
-    generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    x = torch.randn(2, 12, 2, generator=generator, dtype=torch.float64)
-    y = (x[..., 0] * x[..., 1] > 0).long()
-    return model, mn.TaskBatch((x[:, :6], y[:, :6]), (x[:, 6:], y[:, 6:]))
+    return mlp(features=2, hidden=3, classes=2, tasks=2, support=6, query=6)
 
 
 def _dense_oracle(model: torch.nn.Module, tasks: TaskBatch) -> Tensor:

@@ -108,11 +108,9 @@ def _path(argv: list[str], name: str) -> Path | None:
 
 def _config_of(resume: Path) -> Path:
     # Like `runs.read_config`, which needs torch; a wrong path should be told at once.
-    folder = (
-        resume.parent.parent
-        if resume.parent.name == "checkpoints" and not (resume / "config.json").exists()
-        else resume
-    )
+    folder = resume
+    if resume.parent.name == "checkpoints" and not (resume / "config.json").exists():
+        folder = resume.parent.parent
     file = folder / "config.json"
     if not os.path.lexists(file):
         what = "is not a run: it has no config.json" if folder.is_dir() else "does not exist"

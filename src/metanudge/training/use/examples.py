@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from metanudge.tasks.read_csv import Table, read_csv
-from metanudge.tasks.read_file import read_file
-from metanudge.tasks.read_folder import examples_among, is_visible, read_folder
+from metanudge.tasks.read_folder import examples_among, is_visible, read_file, read_folder
 from metanudge.training.errors import UserError
 from metanudge.training.sources import TABLES
 from metanudge.training.use.preprocessing import Preprocessing
@@ -64,11 +63,7 @@ def _is_table(path: Path) -> bool:
 
 def _read_table(path: Path, how: Preprocessing, *, labelled: bool = True) -> tuple[Table, Tensor]:
     table = read_csv(
-        path,
-        label=how.label,
-        features=how.columns,
-        delimiter=how.delimiter,
-        labelled=labelled,
+        path, label=how.label, features=how.columns, delimiter=how.delimiter, labelled=labelled
     )
     values = torch.from_numpy(table.values)
     how.check(values, path)
@@ -102,9 +97,6 @@ def explained() -> Iterator[None]:
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        told = (
-            str(error)
-            if error.errno is None
-            else f"{error.filename} cannot be read ({error.strerror})."
-        )
-        raise UserError(told) from error
+        if error.errno is None:
+            raise UserError(str(error)) from error
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}).") from error

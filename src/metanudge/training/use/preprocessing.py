@@ -88,11 +88,9 @@ class Preprocessing:
         inputs.
         """
         if tuple(raw.shape[1:]) != self.input_shape:
-            kind = (
-                f"{self.input_shape[0]} numbers"
-                if len(self.input_shape) == 1
-                else f"shape {self.input_shape}"
-            )
+            kind = f"shape {self.input_shape}"
+            if len(self.input_shape) == 1:
+                kind = f"{self.input_shape[0]} numbers"
             raise UserError(
                 f"{where} has shape {tuple(raw.shape[1:])}, but the run was trained on examples of"
                 f" {kind}. Give data of the same kind, or use a run that was trained on this kind."
