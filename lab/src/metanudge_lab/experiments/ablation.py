@@ -23,6 +23,7 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
@@ -44,8 +45,8 @@ NOISE = 0.005  # accuracies closer than this are alike, whatever the seeds say
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full a quarter of an hour on a GPU.
 
     Attributes:
         nudges, starts, stencils, nus: the choices; the tangent needs no ν.
@@ -109,11 +110,6 @@ class Config:
             sinusoid_seeds=0,
             **few,
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """A quarter of an hour on a GPU."""
-        return cls()
 
     @property
     def options(self) -> dict[str, tuple[str, ...]]:

@@ -24,6 +24,7 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
@@ -43,8 +44,8 @@ _MOST_SHOWN = 30.0
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement."""
+class Config(Settings):
+    """Sizes of the measurement. In full half an hour on one core."""
 
     steps: tuple[int, ...] = (5, 20, 100)
     problems: tuple[str, ...] = ("quadratic", "logistic", "tanh", "relu")
@@ -59,11 +60,6 @@ class Config:
         together.
         """
         return cls(steps=(5, 20), seeds=1)
-
-    @classmethod
-    def full(cls) -> Config:
-        """Half an hour on one core."""
-        return cls()
 
 
 def quadratic(seed: int, tasks: int) -> Setup:

@@ -29,6 +29,7 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
@@ -56,8 +57,8 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full ten minutes on a CPU.
 
     `multiples` are ν over δ^(1/(order + 1)); `deltas` is how many δ, a decade apart from the least
     of each stencil; `draws` how often δ's directions are drawn.
@@ -95,11 +96,6 @@ class Config:
             deltas=3,
             draws=1,
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """Ten minutes on a CPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:

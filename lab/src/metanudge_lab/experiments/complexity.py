@@ -25,6 +25,7 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
@@ -58,8 +59,8 @@ NEAR, STRAIGHT = 0.15, 0.98  # exponents within 0.15 of the table's; steps linea
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full ten minutes on a CPU.
 
     `conditions` are those of the support objective, c; with λ = 1/c the inner problem's is κ = (c +
     1)/2. Steps grow by a third or a half at a time until the last precision is reached, up to
@@ -86,11 +87,6 @@ class Config:
             memory_steps=(2, 8, 64),
             memory_examples=(50, 200),
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """Ten minutes on a CPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:

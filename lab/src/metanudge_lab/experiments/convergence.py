@@ -22,6 +22,7 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
@@ -54,8 +55,8 @@ FASTER = {CLIPPED: 2.0, NORMALIZED: 2.0, SNGDM: 1.0, ADAM: 1.0}
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full ten minutes on a CPU.
 
     `rates` is the first grid of step sizes, the same for every optimizer and problem; `epsilon` the
     ‖∇F‖ to be reached; `floor_nus` the nudges whose bias is compared with the ‖∇F‖ that is reached;
@@ -83,11 +84,6 @@ class Config:
         return cls(
             steps=150, rates=rates, radii=(2.0, 9.0), seeds=1, floor_nus=(0.1, 0.03), floor_steps=25
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """Ten minutes on a CPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:

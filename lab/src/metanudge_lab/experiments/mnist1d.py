@@ -21,6 +21,7 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Status,
     Table,
@@ -37,8 +38,8 @@ GRID = (1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full five minutes or so on a GPU.
 
     Attributes:
         inner_rates, meta_rates: the grid, the same for every method.
@@ -94,11 +95,6 @@ class Config:
             "test_tasks": 100,
         }
         return cls(inner_rates=(0.1, 0.01), meta_rates=(0.01, 1e-3), rounds=(20,), at=at, **small)
-
-    @classmethod
-    def full(cls) -> Config:
-        """Five minutes or so on a GPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:

@@ -29,9 +29,12 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
+    numbers,
+    status_of,
 )
 from metanudge_lab.experiments.problems import small_conv_net, stable_rate
 from metanudge_lab.experiments.spread import Spread, short
@@ -53,13 +56,17 @@ TARGETS = {
 FEW, MANY, SMALL, LARGE = (10, 50, 1e-2, 0.1)
 RANGE = (0.1, 0.5)  # the rule's ν for few steps
 FLAT, SPIKE, CONVERGED, AWAY = 1.1, 2.0, 1e-6, 1e6
+CHOSEN: dict[str, Any] = {"markeredgecolor": style.INK, "linestyle": ""}
 IN_SINGLE: dict[str, Any] = {"linewidth": 1.4, "linestyle": (0, (1, 1.5))}
 COLOURS = ("#e07b00", "#d1495b", "#a0569a", "#1f6fd6", "#0d9488")
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement; the quadratic's λ as in `metanudge_lab.experiments.quadratics`."""
+class Config(Settings):
+    """Sizes of the measurement; the quadratic's λ as in `metanudge_lab.experiments.quadratics`.
+
+    In full ten minutes on a CPU.
+    """
 
     nus: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
     steps: tuple[int, ...] = (5, 10, 20, 50, 100)
@@ -80,11 +87,6 @@ class Config:
         return cls(
             nus=(1e-5, 1e-4, 1e-3, 0.01, 0.1, 0.3, 1.0), network_steps=(5, 20), tasks=3, seeds=1
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """Ten minutes on a CPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:
@@ -252,8 +254,10 @@ def _picture(result: Result[Config], nudge: str) -> Drawing:
             for k in every_k:
                 _curve(one, result, target, {"problem": name, "nudge": nudge, "steps": k}, looks[k])
                 if name == QUADRATIC and SINGLE in measured:
-                    nus, spreads = _grid(result, target, problem=SINGLE, nudge=nudge, steps=k)
-                    one.plot(nus, [s.median for s in spreads], color=looks[k]["color"], **IN_SINGLE)
+                    errors = _medians(result, target, problem=SINGLE, nudge=nudge, steps=k)
+                    one.plot(
+                        list(errors), list(errors.values()), color=looks[k]["color"], **IN_SINGLE
+                    )
             if one.lines:
                 one.set(xscale="log", yscale="log")
                 one.yaxis.set_minor_formatter("")
@@ -272,30 +276,15 @@ def _picture(result: Result[Config], nudge: str) -> Drawing:
 def _curve(
     axes: Any, result: Result[Config], target: str, where: dict[str, Any], look: dict[str, Any]
 ) -> None:
-    nus, spreads = _grid(result, target, **where)
-    if not nus:
+    curve = _grid(result, target, **where)
+    if not curve:
         return
-    axes.plot(nus, [s.median for s in spreads], linewidth=1.8, marker=".", markersize=5, **look)
-    axes.fill_between(
-        nus,
-        [s.low for s in spreads],
-        [s.high for s in spreads],
-        color=look["color"],
-        alpha=0.13,
-        linewidth=0,
-    )
+    style.band(axes, curve, linewidth=1.8, marker=".", markersize=5, **look)
     for kind, marker, size in (("rule", "D", 6), ("auto", "*", 13)):
         found = [row for row in result.rows(kind=kind, **where) if row[target] is not None]
         if found:
-            at = [Spread.of([row[key] for row in found]).median for key in ("nu", target)]
-            axes.plot(
-                *([value] for value in at),
-                marker=marker,
-                markersize=size,
-                color=look["color"],
-                markeredgecolor=style.INK,
-                linestyle="",
-            )
+            at = [[Spread.of(numbers(found, key)).median] for key in ("nu", target)]
+            axes.plot(*at, marker=marker, markersize=size, **CHOSEN, color=look["color"])
 
 
 def _legend(figure: Any, looks: dict[int, dict[str, Any]], *, single: bool) -> None:
@@ -305,38 +294,18 @@ def _legend(figure: Any, looks: dict[int, dict[str, Any]], *, single: bool) -> N
     if single:
         marks.append(Line2D([], [], color=style.INK, label="in float32", **IN_SINGLE))
     for marker, size, text in (("D", 6, "step-aware ν"), ("*", 12, "automatic ν")):
-        marks.append(
-            Line2D(
-                [],
-                [],
-                marker=marker,
-                markersize=size,
-                color=style.FAINT,
-                markeredgecolor=style.INK,
-                linestyle="",
-                label=text,
-            )
-        )
-    figure.legend(
-        handles=marks, loc="outside right center", frameon=False, fontsize=9, labelcolor=style.INK
-    )
+        look = {"marker": marker, "markersize": size, "label": text, "color": style.FAINT}
+        marks.append(Line2D([], [], **look, **CHOSEN))
+    style.figure_legend(figure, marks)
 
 
 def _say_why(axes: Any, result: Result[Config], name: str) -> None:
-    residual = Spread.of([row["optimum_residual"] for row in result.rows(problem=name)]).median
+    residual = result.spread("optimum_residual", problem=name).median
     text = (
         f"no inner optimum found:\nNewton's method stops among\nthe kinks at ‖∇g‖ = {residual:.2g}"
     )
-    axes.text(
-        0.5,
-        0.5,
-        text,
-        transform=axes.transAxes,
-        ha="center",
-        va="center",
-        fontsize=8.5,
-        color=style.INK,
-    )
+    middle = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+    axes.text(0.5, 0.5, text, fontsize=8.5, color=style.INK, **middle)
     axes.set_yticks([])
 
 
@@ -348,24 +317,13 @@ def table(result: Result[Config]) -> Table:
         result.distinct("nudge"), result.distinct("problem"), sorted(result.distinct("steps"))
     ):
         where: dict[str, Any] = {"nudge": nudge, "problem": name, "steps": k}
-        target = "error_steps" if name == KINKED else "error_exact"
-        nus, spreads = _grid(result, target, **where)
-        if not nus:
+        target = _target(name)
+        errors = _medians(result, target, **where)
+        if not errors:
             continue
-        errors = dict(zip(nus, (s.median for s in spreads), strict=True))
-        best = min(errors, key=lambda nu: errors[nu])
-        at = [_shown(errors.get(nu, math.nan)) for nu in shown]
-        rows.append(
-            (
-                name,
-                nudge,
-                k,
-                *at,
-                _at(best, errors[best]),
-                _choice(result, "rule", target, where),
-                _choice(result, "auto", target, where),
-            )
-        )
+        at = [Shown.short(errors.get(nu, math.nan)) for nu in shown]
+        chosen = [_choice(result, kind, target, where) for kind in ("rule", "auto")]
+        rows.append((name, nudge, k, *at, _at(*_least(errors)), *chosen))
     header = (
         "problem",
         "nudge",
@@ -384,15 +342,18 @@ def judge(result: Result[Config]) -> Verdict:
     """
     parts = _statements(result)
     wrong = [text for holds, text in parts if not holds]
-    held = len(parts) - len(wrong)
-    measured = _measured(result)
     if not wrong:
         return Verdict(
-            "reproduced", measured, f"All {len(parts)} statements about the quadratic problem hold."
+            "reproduced",
+            _measured(result),
+            f"All {len(parts)} statements about the quadratic problem hold.",
         )
+    held = len(parts) - len(wrong)
     reason = f"{held} of {len(parts)} statements hold; not that {', nor that '.join(wrong)}."
     return Verdict(
-        "partly" if held else "not", measured, f"{reason} {_explanation(result)}".strip()
+        status_of(len(wrong), len(parts)),
+        _measured(result),
+        f"{reason} {_explanation(result)}".strip(),
     )
 
 
@@ -474,7 +435,7 @@ def _kinks(result: Result[Config]) -> str:
     )
     last = max(errors)
     left = [
-        Spread.of(result.values("residual_growth", problem=name, steps=last)).median
+        result.spread("residual_growth", problem=name, steps=last).median
         for name in (KINKED, SMOOTH)
         if result.rows(problem=name)
     ]
@@ -525,7 +486,7 @@ def _explanation(result: Result[Config]) -> str:
     if result.rows(problem=NOISY):
         noisy = {k: _errors(result, NOISY, k) for k in result.config.steps}
         slopes = [_slope(errors) for errors in noisy.values()]
-        best = {k: min(noisy[k].items(), key=lambda found: found[1])[0] for k in (few, many)}
+        best = {k: _least(noisy[k])[0] for k in (few, many)}
         text += (
             " The premise is right where every solve is off by the same δ in a direction of its"
             f" own: the error then goes as ν to the power {max(slopes):.2f} or less for ν ≤"
@@ -544,24 +505,31 @@ def _errors(
     result: Result[Config], name: str, steps: int, target: str = "error_exact"
 ) -> dict[float, float]:
     """Median error of the loss nudge at every ν of the grid."""
-    nus, spreads = _grid(result, target, problem=name, nudge="loss", steps=steps)
-    return dict(zip(nus, (s.median for s in spreads), strict=True))
+    return _medians(result, target, problem=name, nudge="loss", steps=steps)
 
 
-def _grid(result: Result[Config], target: str, **where: Any) -> tuple[list[float], list[Spread]]:
-    """ν and the errors' spread over the seeds; a ν at which any solve diverged has an infinite
+def _grid(result: Result[Config], target: str, **where: Any) -> dict[float, Spread]:
+    """The errors' spread over the seeds at every ν; a ν at which any solve diverged has an infinite
     one.
     """
-    rows = [
-        row
-        for row in result.rows(kind="grid", **where)
-        if not _unknown(row, target, result.rows(kind="grid", **where))
-    ]
-    by_nu = [
-        (nu, [_number(row[target]) for row in rows if row["nu"] == nu]) for nu in result.config.nus
-    ]
-    found = [(nu, Spread.of(values)) for nu, values in by_nu if values]
-    return [nu for nu, _ in found], [spread for _, spread in found]
+    every = result.rows(kind="grid", **where)
+    rows = [row for row in every if not _unknown(row, target, every)]
+    by_nu = {nu: [row for row in rows if row["nu"] == nu] for nu in result.config.nus}
+    return {nu: Spread.of(numbers(found, target)) for nu, found in by_nu.items() if found}
+
+
+def _medians(result: Result[Config], target: str, **where: Any) -> dict[float, float]:
+    return {nu: spread.median for nu, spread in _grid(result, target, **where).items()}
+
+
+def _least(errors: dict[float, float]) -> tuple[float, float]:
+    """The best ν and its error."""
+    return min(errors.items(), key=lambda found: found[1])
+
+
+def _target(name: str) -> str:
+    """The error that is told where there is room for one: kinks have no implicit gradient."""
+    return "error_steps" if name == KINKED else "error_exact"
 
 
 def _unknown(row: Row, target: str, rows: Sequence[Row]) -> bool:
@@ -571,34 +539,22 @@ def _unknown(row: Row, target: str, rows: Sequence[Row]) -> bool:
     return all(other[target] is None for other in rows if other["seed"] == row["seed"])
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
 def _choice(result: Result[Config], kind: str, target: str, where: dict[str, Any]) -> Shown:
-    rows = result.rows(kind=kind, **where)
-    return _at(*(Spread.of([_number(row[key]) for row in rows]).median for key in ("nu", target)))
+    return _at(*(result.spread(key, kind=kind, **where).median for key in ("nu", target)))
 
 
 def _at(nu: float, error: float) -> Shown:
     return Shown(error, f"{short(error)} at {nu:.2g}")
 
 
-def _shown(error: float) -> Shown:
-    return Shown(error, short(error))
-
-
 def _alt(result: Result[Config], nudge: str) -> str:
     parts = []
     for name in result.distinct("problem"):
-        target = "error_steps" if name == KINKED else "error_exact"
         for k in sorted(result.distinct("steps")):
-            nus, spreads = _grid(result, target, problem=name, nudge=nudge, steps=k)
-            if nus:
-                best = min(range(len(nus)), key=lambda place: spreads[place].median)
-                parts.append(
-                    f"{name}, K = {k}: least {short(spreads[best].median)} at ν = {nus[best]:g}"
-                )
+            errors = _medians(result, _target(name), problem=name, nudge=nudge, steps=k)
+            if errors:
+                nu, error = _least(errors)
+                parts.append(f"{name}, K = {k}: least {short(error)} at ν = {nu:g}")
     return (
         f"Relative error of the meta-gradient ({nudge} nudge) against ν, both logarithmic."
         f" {'; '.join(parts)}."

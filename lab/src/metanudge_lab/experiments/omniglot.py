@@ -23,6 +23,7 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
@@ -82,8 +83,8 @@ PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
 
 
 @dataclass(frozen=True)
-class Config(Sizes):
-    """Sizes of the measurement.
+class Config(Sizes, Settings):
+    """Sizes of the measurement. In full nearly an hour on a GPU.
 
     Attributes:
         settings, extra_settings: those of the paper, and those it leaves out.
@@ -138,11 +139,6 @@ class Config(Sizes):
             "glyphs": True,
         }
         return cls(settings=FIVE_WAY[:1], **options)
-
-    @classmethod
-    def full(cls) -> Config:
-        """Nearly an hour on a GPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:

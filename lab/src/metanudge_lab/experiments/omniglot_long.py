@@ -24,6 +24,7 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
@@ -55,8 +56,8 @@ PLAN: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
 
 
 @dataclass(frozen=True)
-class Config(Sizes):
-    """Sizes of the measurement.
+class Config(Sizes, Settings):
+    """Sizes of the measurement. In full an hour on a GPU.
 
     Attributes:
         shorten: divide the plan's numbers of meta-steps by this.
@@ -91,11 +92,6 @@ class Config(Sizes):
             glyphs=True,
             **few,
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """An hour on a GPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:

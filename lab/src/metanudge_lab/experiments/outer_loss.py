@@ -19,6 +19,7 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
@@ -26,7 +27,7 @@ from metanudge_lab.experiments.base import (
 from metanudge_lab.experiments.spread import Spread, short
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 LOSSES = {
     "exact": "outer loss at the inner solution",
@@ -42,8 +43,8 @@ DIVERGED = 1e6  # times the loss at the start
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full eight minutes on one core.
 
     `rates` are meta-learning rates in units of 1/curvature of the outer loss, the same grid for
     every method.
@@ -65,11 +66,6 @@ class Config:
         """A minute; without ES-MAML, which takes as long as all the others together."""
         methods = tuple(method for method in cls.methods if method != q.ES_MAML)
         return cls(iterations=12, limit_steps=(5, 20, 50), tasks=8, seeds=1, methods=methods)
-
-    @classmethod
-    def full(cls) -> Config:
-        """Eight minutes on one core."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:
@@ -193,10 +189,8 @@ def _draw_descent(result: Result[Config]) -> Drawing:
         for method in _trained(result):
             rate = best_rate(result, method, loss)
             at = sorted({row["iteration"] for row in result.rows(method=method, rate=rate)})
-            spreads = [
-                Spread.of(result.values(loss, method=method, rate=rate, iteration=k)) for k in at
-            ]
-            _line(one, method, at, spreads, markevery=0.12)
+            curve = result.spreads(loss, "iteration", at, method=method, rate=rate)
+            style.band(one, curve, **_look(method), markevery=0.12)
         one.set(yscale="log", xlabel="meta-iterations", ylabel="above the minimum", title=name)
         one.set_ylim(bottom=max(1e-6, one.get_ylim()[0]))
         one.xaxis.get_major_locator().set_params(integer=True)
@@ -213,13 +207,7 @@ def _draw_limits(result: Result[Config]) -> Drawing:
     )
     for one, (loss, name) in zip(axes, LOSSES.items(), strict=True):
         for method in methods:
-            shown = [k for k in at if result.values(loss, method=method, steps=k)]
-            _line(
-                one,
-                method,
-                shown,
-                [Spread.of(result.values(loss, method=method, steps=k)) for k in shown],
-            )
+            style.band(one, result.spreads(loss, "steps", at, method=method), **_look(method))
         one.set(
             xscale="log",
             xlabel="inner steps K",
@@ -247,22 +235,9 @@ def _draw_limits(result: Result[Config]) -> Drawing:
     )
 
 
-def _line(axes: Axes, method: str, at: list[int], spreads: list[Spread], **options: Any) -> None:
-    look = {
-        **style.line(method),
-        "markersize": 4.5,
-        "zorder": 3 if method == q.SYMMETRIC else 2,
-        **options,
-    }
-    axes.plot(at, [s.median for s in spreads], **look)
-    axes.fill_between(
-        at,
-        [s.low for s in spreads],
-        [s.high for s in spreads],
-        color=look["color"],
-        alpha=0.13,
-        linewidth=0,
-    )
+def _look(method: str) -> dict[str, Any]:
+    above = {"markersize": 4.5, "zorder": 3 if method == q.SYMMETRIC else 2}
+    return {**style.line(method), **above}
 
 
 def table(result: Result[Config]) -> Table:
@@ -282,8 +257,10 @@ def table(result: Result[Config]) -> Table:
         for loss in LOSSES:
             rate = best_rate(result, method, loss)
             limits = result.values(loss, method=method, steps=result.config.steps)
-            limit = _shown(_at_rest(result, method, loss, result.config.steps)) if limits else None
-            values += [_shown(_last(result, method, loss, rate)), _rate(result, rate), limit]
+            limit = (
+                Shown.short(_at_rest(result, method, loss, result.config.steps)) if limits else None
+            )
+            values += [Shown.short(_last(result, method, loss, rate)), _rate(result, rate), limit]
         rows.append((method, *values))
     return Table(header, rows)
 
@@ -420,9 +397,8 @@ def best_rate(result: Result[Config], method: str, loss: str) -> float:
 
 
 def _last(result: Result[Config], method: str, loss: str, rate: float) -> float:
-    return Spread.of(
-        result.values(loss, method=method, rate=rate, iteration=result.config.iterations)
-    ).median
+    last = result.config.iterations
+    return result.spread(loss, method=method, rate=rate, iteration=last).median
 
 
 def _measured(result: Result[Config], last: dict[str, str]) -> str:
@@ -443,10 +419,6 @@ def _row(iteration: int, theta: torch.Tensor, losses: dict[str, q.OuterLoss]) ->
     }
 
 
-def _shown(excess: float) -> Shown:
-    return Shown(excess, short(excess))
-
-
 def _rate(result: Result[Config], rate: float) -> Shown:
     edge = len(result.config.rates) > 1 and rate in (
         result.config.rates[0],
@@ -457,7 +429,7 @@ def _rate(result: Result[Config], rate: float) -> Shown:
 
 def _alt(result: Result[Config]) -> str:
     ends = [
-        f"{m} {_shown(_last(result, m, 'exact', best_rate(result, m, 'exact'))).text}"
+        f"{m} {short(_last(result, m, 'exact', best_rate(result, m, 'exact')))}"
         for m in _trained(result)
     ]
     return (

@@ -1,0 +1,49 @@
+"""Peak memory of a meta-step of a Transformer block, against its width or the length of its
+sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from metanudge.models import TransformerBlock
+from metanudge_lab.experiments import memory
+from metanudge_lab.experiments import methods as m
+from metanudge_lab.experiments.base import Row
+
+if TYPE_CHECKING:
+    from metanudge_lab.experiments import memory_length, memory_width
+
+SIZE = (
+    "A standard block with 8 heads and 512 hidden units as in the paper; the size of a task is"
+    " ours: support and query set of 25 sequences each. Attention is written out (no flash kernel)"
+    " for all methods, since second derivatives need it. "
+)
+
+
+def measure(
+    method: object,
+    config: memory_length.Config | memory_width.Config,
+    *,
+    length: int,
+    width: int,
+    device: torch.device,
+) -> list[Row]:
+    """Bytes at the peak."""
+
+    def build() -> TransformerBlock:
+        return TransformerBlock(
+            ways=config.ways,
+            d_model=width,
+            heads=config.heads,
+            hidden=config.hidden,
+            length=length,
+        )
+
+    task = memory.random_task(
+        (length, width), ways=config.ways, shots=config.shots, queries=config.queries, device=device
+    )
+    model = m.seeded(0, build, device)
+    return [memory.measure_step(str(method), model, task, steps=config.steps, device=device)]
