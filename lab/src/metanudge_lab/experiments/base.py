@@ -67,6 +67,7 @@ Row = dict[str, Any]  # JSON scalars and lists of them
 Mode = Literal["quick", "full"]
 MODES: tuple[Mode, ...] = ("full", "quick")
 Status = Literal["reproduced", "partly", "not"]
+Statement = tuple[bool, str, str]  # whether it holds, and the words for that and for the contrary
 STATUSES: tuple[Status, ...] = ("reproduced", "partly", "not")
 
 
@@ -106,7 +107,7 @@ class Verdict:
         assert self.status in STATUSES, self.status
 
     @classmethod
-    def of(cls, statements: Sequence[tuple[bool, str, str]], measured: str) -> Verdict:
+    def of(cls, statements: Sequence[Statement], measured: str) -> Verdict:
         """From statements: whether each holds, and the words for it where it does and where it does
         not.
 

@@ -8,6 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from metanudge.tasks import Episodes
 from metanudge.tasks.ahead import Ahead
 from metanudge.tasks.episodes import Split
 from metanudge_lab.experiments import methods as m
+from metanudge_lab.experiments.base import Row
 
 AT_ONCE = 100  # tasks evaluated side by side
 
@@ -40,6 +42,11 @@ class Recipe:
     iterations: int
     tasks: int = 16
     cosine: bool = False
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Both learning rates, as they stand in a row."""
+        return {"inner": self.inner, "rate": self.rate}
 
     def rate_at(self, iteration: int) -> float:
         """The meta-learning rate of the meta-step that comes after so many.
@@ -206,9 +213,26 @@ def summary(found: Tensor) -> dict[str, float]:
     }
 
 
+class Search(NamedTuple):
+    """The best recipe (with its own number of iterations), and all that were tried with their
+    accuracies.
+    """
+
+    best: Recipe
+    tried: list[Recipe]
+    scores: list[float]
+
+    def rows(self, kind: str, length: str = "iteration") -> list[Row]:
+        """What was tried, as rows; `length` is the key of the number of iterations."""
+        return [
+            {"kind": kind, **one.rates, length: one.iterations, "accuracy": score}
+            for one, score in zip(self.tried, self.scores, strict=True)
+        ]
+
+
 def best_recipe(
     trial: Trial, recipes: list[Recipe], rounds: tuple[int, ...], *, keep: int, tasks: int
-) -> tuple[Recipe, list[Recipe], list[float]]:
+) -> Search:
     """The recipe with the highest validation accuracy, found in rounds of growing length of which
     only the best few reach the next.
 
@@ -218,10 +242,6 @@ def best_recipe(
         rounds: iterations of each round.
         keep: how many go on to the next round.
         tasks: validation tasks.
-
-    Returns:
-        the best recipe (with its own number of iterations), and all that were tried with their
-        accuracies.
     """
     tried: list[Recipe] = []
     scores: list[float] = []
@@ -236,7 +256,7 @@ def best_recipe(
             scores += found
             order = sorted(range(len(left)), key=lambda i: -found[i])
             left = [left[i] for i in order[: keep if number < len(rounds) - 1 else 1]]
-    return left[0], tried, scores
+    return Search(left[0], tried, scores)
 
 
 def release(device: torch.device) -> None:

@@ -63,11 +63,7 @@ def methods(nu: float, *, seed: int = 0) -> dict[str, Estimator]:
     ours = {
         name: estimator for name, estimator in found.items() if isinstance(estimator, mn.FOBMAML)
     }
-    return {
-        **ours,
-        WARM: mn.FOBMAML(nu=nu, start="solution"),
-        **{name: found[name] for name in found if name not in ours},
-    }
+    return {**ours, WARM: mn.FOBMAML(nu=nu, start="solution"), **found}
 
 
 def cells(config: Config) -> list[Cell]:
@@ -128,10 +124,8 @@ def _draw_errors(result: Result[Config]) -> Drawing:
 
 
 def _draw_parts(result: Result[Config]) -> Drawing:
-    lam, shown = (
-        result.distinct("lam")[0],
-        [method for method in SPLIT if result.rows(method=method, lam=result.distinct("lam")[0])],
-    )
+    lam = result.distinct("lam")[0]
+    shown = [method for method in SPLIT if result.rows(method=method, lam=lam)]
     figure, axes = style.figure(
         len(shown), width=1.6 + 2.6 * len(shown), height=3.7, sharey=True, squeeze=False
     )
