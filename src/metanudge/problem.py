@@ -372,9 +372,22 @@ def names_that_adapt(
             frozen = [name for name in everything if fnmatch.fnmatchcase(name, pattern)]
             only = f", only frozen ones ({some(frozen, 12)}). Set requires_grad=True on them."
             detail = only if frozen else f".{_near(pattern, trainable)}"
-            raise ValueError(f"adapt={pattern!r} matches no trainable parameter{detail}")
+            raise UnmatchedPattern(pattern, f"matches no trainable parameter{detail}")
         found |= matching
     return found
+
+
+class UnmatchedPattern(ValueError):
+    """A pattern of `adapt` that fits no parameter.
+
+    Attributes:
+        pattern: as it was given.
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, pattern: str, problem: str) -> None:
+        super().__init__(f"adapt={pattern!r} {problem}")
+        self.pattern, self.problem = pattern, problem
 
 
 def _near(pattern: str, names: Mapping[str, Any]) -> str:

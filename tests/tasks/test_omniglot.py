@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 
 from metanudge.tasks import Omniglot, omniglot_archive, omniglot_files
+from metanudge.tasks.omniglot import random_split, vinyals_split
 from metanudge.tasks.omniglot_archive import read_part
 from metanudge.tasks.omniglot_files import CHARACTERS, load_omniglot
-from metanudge.tasks.omniglot_splits import random_split, vinyals_split
 
 FEW = {"images_background": 3, "images_evaluation": 2}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
-from metanudge.training.trust import printable
+from metanudge.training.output import printable
 from metanudge.version import __version__
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int:
     )
     from metanudge.training import runs, use
     from metanudge.training.errors import UserError
-    from metanudge.training.trust import printable
+    from metanudge.training.output import printable
 
     if (options.predict is None) != (options.out is None):
         given, missing = ("--predict", "--out") if options.out is None else ("--out", "--predict")

@@ -104,7 +104,7 @@ def machine() -> Iterator[tuple[str, str]]:
     """Devices, threads, memory."""
     import torch
 
-    from metanudge.training.memory import available_memory
+    from metanudge.training.advice import available_memory
 
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -126,7 +126,7 @@ def machine() -> Iterator[tuple[str, str]]:
 
 def data() -> Iterator[tuple[str, str]]:
     """Which data sets are at hand."""
-    from metanudge.cli.data import find_files
+    from metanudge.tasks import SOURCES
     from metanudge.tasks.cache import cache_folder
 
     yield (
@@ -138,12 +138,9 @@ def data() -> Iterator[tuple[str, str]]:
         "own copies",
         os.environ.get("METANUDGE_DATA", "none named; METANUDGE_DATA names a folder"),
     )
-    for name, missing in (
-        ("mnist1d", "not cached; generated at first use"),
-        ("omniglot", "not found; metanudge data fetch omniglot"),
-    ):
-        found = find_files(name)
-        yield name, ", ".join(str(path) for path in found) if found else missing
+    for name, source in SOURCES.items():
+        if source.about.made:
+            yield name, ", ".join(map(str, source.files())) or source.about.missing
 
 
 def optional() -> Iterator[tuple[str, str]]:

@@ -12,11 +12,13 @@ from metanudge.training.errors import (
     EXIT_CANNOT_WRITE,
     EXIT_OUT_OF_MEMORY,
     EXIT_SIGINT,
+    CheckpointError,
     StopTraining,
     UserError,
+    is_out_of_memory,
 )
+from metanudge.training.output import printable
 from metanudge.training.signals import Interrupted, StopRequest
-from metanudge.training.trust import printable
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -32,7 +34,7 @@ def guarded(command: Callable[[], int]) -> int:
         except StopTraining as error:
             report(str(error))
             return error.code
-        except (UserError, OSError) as error:
+        except (UserError, CheckpointError, OSError) as error:
             report(f"error: {error}")
             return _code(error)
         except KeyboardInterrupt as error:
@@ -41,14 +43,7 @@ def guarded(command: Callable[[], int]) -> int:
             )
             return error.code if isinstance(error, Interrupted) else EXIT_SIGINT
         except (RuntimeError, MemoryError) as error:
-            if type(error).__name__ == "CheckpointError":
-                report(f"error: {error}")
-                return _code(error)
-            if (
-                isinstance(error, MemoryError)
-                or "allocate memory" in str(error)
-                or "out of memory" in str(error)
-            ):
+            if is_out_of_memory(error):
                 report(
                     f"Out of memory ({str(error).splitlines()[0]}). Use a smaller model, fewer"
                     " examples, or a device with more memory."

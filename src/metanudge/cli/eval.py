@@ -77,7 +77,7 @@ def run(argv: list[str]) -> int:
     from metanudge.training import runs
     from metanudge.training.errors import UserError
     from metanudge.training.evaluation import evaluate_run, plot_steps
-    from metanudge.training.trust import printable
+    from metanudge.training.output import printable
     from metanudge.training.use import check_new_file, new_file
 
     if options.tasks < 1:

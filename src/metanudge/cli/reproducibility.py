@@ -104,7 +104,7 @@ def _compared(run: Path) -> str:
     import torch
 
     from metanudge.training.checkpoint import CheckpointStore
-    from metanudge.training.environment import environment
+    from metanudge.training.device import environment
     from metanudge.training.runs import CHECKPOINTS, read_config
 
     read_config(run)

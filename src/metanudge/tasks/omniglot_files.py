@@ -8,10 +8,8 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from metanudge.tasks.cache import cache_folder, load_arrays, save_arrays
 from metanudge.tasks.omniglot_archive import DRAWERS, SIZE, OmniglotArrays, read_part
@@ -45,14 +43,9 @@ def load_omniglot(
     be the .npz file itself. A `root` that is given is the only place looked at. Background
     characters come first, then evaluation, each in name order.
     """
-    home = cache_folder() / "omniglot"
-    data = os.environ.get("METANUDGE_DATA")
-    if root is not None:
-        if Path(root).is_file():
-            return _from_processed(Path(root))
-        folders = [Path(root), Path(root) / "omniglot"]
-    else:
-        folders = [*([Path(data), Path(data) / "omniglot"] if data else []), home]
+    if root is not None and Path(root).is_file():
+        return _from_processed(Path(root))
+    folders = [Path(root), Path(root) / "omniglot"] if root is not None else _folders()
     for folder in folders:
         if (folder / _PROCESSED).is_file():
             return _from_processed(folder / _PROCESSED)
@@ -69,7 +62,67 @@ def load_omniglot(
                 else "Allow download=True."
             )
         )
-    return _from_parts({part: _download(part, home) for part in CHARACTERS})
+    return _from_parts({part: _download(part, _home()) for part in CHARACTERS})
+
+
+def find_files() -> list[Path]:
+    """Everything that `load_omniglot` would look at, and what it made of archives."""
+    archives = [f"{part}.zip" for part in CHARACTERS]
+    names = [_PROCESSED, *archives, *CHARACTERS]
+    found = [folder / name for folder in _folders() for name in names if (folder / name).exists()]
+    return found + sorted(_home().glob("omniglot_28-*.npz"))
+
+
+def verify_file(path: Path) -> str:
+    """What is in one of those that is complete; `ValueError` where it is not."""
+    return _verify_arrays(path) if path.suffix == ".npz" else _verify_part(path)
+
+
+def _verify_arrays(file: Path) -> str:
+    arrays = _from_processed(file)
+    if len(set(arrays.names)) != len(arrays.names):
+        raise ValueError(f"{file} names a character twice. Replace it.")
+    blank = np.argwhere(~arrays.images.any(axis=(2, 3)))
+    if len(blank):
+        character, drawer = blank[0]
+        raise ValueError(
+            f"{file}: drawing {drawer + 1} of {arrays.names[character]} is blank ({len(blank)}"
+            " such). Replace it."
+        )
+    return (
+        f"{len(arrays.names)} characters × {arrays.images.shape[1]} drawings, sha256"
+        f" {_digest(file)[:16]}…"
+    )
+
+
+def _verify_part(path: Path) -> str:
+    part, note = path.name.removesuffix(".zip"), ""
+    if path.is_file():
+        expected, found = _SHA256[part], _digest(path)
+        if expected == found:
+            note = ", the original archive"
+        elif path.parent == _home():
+            raise ValueError(
+                f"{path} has the wrong checksum: sha256 {found}, expected {expected}. Delete it; it"
+                " is downloaded again."
+            )
+        else:
+            note = (
+                f", not the original archive (sha256 {found[:8]}… instead of {expected[:8]}…) but"
+                " complete and readable"
+            )
+    arrays = read_part(path, CHARACTERS[part])
+    return f"{len(arrays.names)} characters × {DRAWERS} drawings{note}"
+
+
+def _home() -> Path:
+    return cache_folder() / "omniglot"
+
+
+def _folders() -> list[Path]:
+    """Where it is looked for when nobody says where it is."""
+    data = os.environ.get("METANUDGE_DATA")
+    return [*([Path(data), Path(data) / "omniglot"] if data else []), _home()]
 
 
 def _find_parts(folder: Path) -> dict[str, Path] | None:
@@ -78,7 +131,7 @@ def _find_parts(folder: Path) -> dict[str, Path] | None:
         for path in (folder / part, folder / f"{part}.zip"):
             if path.is_dir() or path.is_file():  # no FIFO, which would be waited for
                 found.setdefault(part, path)
-    if found and len(found) < len(CHARACTERS) and folder != cache_folder() / "omniglot":
+    if found and len(found) < len(CHARACTERS) and folder != _home():
         (missing,) = set(CHARACTERS) - set(found)
         raise FileNotFoundError(
             f"{folder} holds {next(iter(found))} but not {missing}. Omniglot has both parts; put"
@@ -87,49 +140,46 @@ def _find_parts(folder: Path) -> dict[str, Path] | None:
     return found if len(found) == len(CHARACTERS) else None
 
 
-def _load(path: Path) -> dict[str, NDArray[Any]] | None:
+def _load(path: Path) -> OmniglotArrays | None:
     total = sum(CHARACTERS.values())
-    return load_arrays(
-        path, {"images": (total, DRAWERS, SIZE, SIZE), "class_names": (total,)}, limit=1 << 27
-    )
+    layout = {"images": (total, DRAWERS, SIZE, SIZE), "class_names": (total,)}
+    arrays = load_arrays(path, layout, limit=1 << 27)
+    if arrays is None:
+        return None
+    return OmniglotArrays(arrays["images"], tuple(str(name) for name in arrays["class_names"]))
 
 
 def _from_processed(path: Path) -> OmniglotArrays:
     arrays = _load(path)
-    if arrays is None or arrays["images"].dtype != np.uint8:
+    if arrays is None or arrays.images.dtype != np.uint8:
         total = sum(CHARACTERS.values())
         raise ValueError(
             f"{path} is damaged or is not the processed Omniglot set: it needs `images`, uint8 of"
             f" shape ({total}, {DRAWERS}, {SIZE}, {SIZE}), and `class_names`, {total} strings."
             " Delete it or replace it."
         )
-    return OmniglotArrays(arrays["images"], tuple(str(name) for name in arrays["class_names"]))
+    return arrays
 
 
 def _from_parts(parts: Mapping[str, Path]) -> OmniglotArrays:
     # The name holds a fingerprint of the source, so another copy never meets the cached result of
     # this one.
-    digest = hashlib.sha256(
-        "".join(_fingerprint(path) for path in parts.values()).encode()
-    ).hexdigest()
-    cached = cache_folder() / "omniglot" / f"omniglot_28-{digest[:16]}.npz"
-    arrays = _load(cached)
-    if arrays is None:
-        read = [read_part(path, CHARACTERS[part]) for part, path in parts.items()]
-        images, names = (
-            np.concatenate([r.images for r in read]),
-            [name for r in read for name in r.names],
-        )
-        arrays = {"images": images, "class_names": np.array(names)}
-        save_arrays(cached, arrays)
-    return OmniglotArrays(arrays["images"], tuple(str(name) for name in arrays["class_names"]))
+    prints = "".join(_fingerprint(path) for path in parts.values())
+    digest = hashlib.sha256(prints.encode()).hexdigest()
+    cached = _home() / f"omniglot_28-{digest[:16]}.npz"
+    if (arrays := _load(cached)) is not None:
+        return arrays
+    read = [read_part(path, CHARACTERS[part]) for part, path in parts.items()]
+    images = np.concatenate([part.images for part in read])
+    names = tuple(name for part in read for name in part.names)
+    save_arrays(cached, {"images": images, "class_names": np.array(names)})
+    return OmniglotArrays(images, names)
 
 
 def _fingerprint(path: Path) -> str:
     """A digest of an archive's bytes, or of the names, sizes and times of a folder's files."""
     if path.is_file():
-        with path.open("rb") as archive:
-            return hashlib.file_digest(archive, "sha256").hexdigest()
+        return _digest(path)
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*.png")):
         status = file.stat()
@@ -137,6 +187,11 @@ def _fingerprint(path: Path) -> str:
             f"{file.relative_to(path).as_posix()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode()
         )
     return digest.hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _download(part: str, folder: Path) -> Path:

@@ -17,11 +17,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from metanudge.names import near
+from metanudge.training.device import Precision
 from metanudge.training.errors import UserError
-from metanudge.training.files import read_text
-from metanudge.training.precision import Precision
-from metanudge.training.sealed import SEAL, is_intact, parse_json, seal
-from metanudge.training.trust import printable
+from metanudge.training.files import SEAL, is_intact, parse_json, read_text, seal
+from metanudge.training.output import printable
 from metanudge.training.upgrade import upgrade
 from metanudge.version import __version__
 

@@ -8,26 +8,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from metanudge.tasks import Episodes
-from metanudge.training.checkpoint import Checkpoint
 from metanudge.training.config import MAY_CHANGE, TrainConfig, flag
-from metanudge.training.environment import changes
+from metanudge.training.device import changes
 from metanudge.training.errors import UserError
 from metanudge.training.plan import Plan
 from metanudge.training.runs import resolve
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's state into an optimizer."""
-    try:
-        optimizer.load_state_dict(checkpoint.state["optimizer"])
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{checkpoint.folder} has no state for this optimizer ({error!r}). Resume from another"
-            " checkpoint."
-        ) from error
 
 
 def check_unchanged(plan: Plan, config: TrainConfig, source: Episodes) -> TrainConfig:

@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from metanudge.training.errors import UserError
-from metanudge.training.files import open_to_append, read_bytes
-from metanudge.training.sealed import parse_json
+from metanudge.training.files import open_to_append, parse_json, read_bytes
 
 try:
     import fcntl

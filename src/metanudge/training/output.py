@@ -1,5 +1,5 @@
 """What the process says, on any terminal, file or pipe: signs that the encoding lacks are spelled
-out, and a lost reader ends nothing.
+out, a terminal is given no orders, and a lost reader ends nothing.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import re
 import shutil
 import sys
 from typing import Any
@@ -20,6 +21,8 @@ _SPELLED = {
     "≤": "<=", "≥": ">=", "≈": "~",
     "‖": "||", "²": "^2", "√": "sqrt", "‘": "'", "’": "'", "“": '"', "”": '"', "•": "*", "█": "#",
 }  # fmt: skip
+# All control characters but newline and tab, and those that reverse the direction of text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _NARROWEST = 40  # columns; with less, the flag parser's help does not come to an end
 _lost: dict[int, str] = {}  # descriptor → why nothing more is written to it
 
@@ -54,6 +57,29 @@ def going_on() -> None:
     on.
     """
     _Descriptor.goes_on = True
+
+
+def printable(text: str) -> str:
+    r"""Text with control characters, which could move a terminal's cursor or rename its window,
+    spelled out.
+
+    Example:
+        >>> printable("cat\x1b[2J")
+        'cat\\x1b[2J'
+    """
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss.
+
+    Example:
+        >>> clock(65), clock(3665)
+        ('1:05', '1:01:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _occupy(number: int) -> None:

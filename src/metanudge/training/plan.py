@@ -29,6 +29,7 @@ from metanudge.training.files import is_real_folder, open_to_append, write_text
 from metanudge.training.lock import LOCK, RunLock, check_free, job_of
 from metanudge.training.metrics import check_metrics
 from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, TIMING, check_config, read_config
+from metanudge.tuning import NuTuner
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,15 @@ def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None
             f" {len(inputs)} examples; the tasks need {wanted}. Give it as many outputs as there"
             " are ways (1 for regression)."
         )
+    tuner, learner.tuner = learner.tuner, NuTuner()  # the run chooses a ν on tasks of its own
     try:
         learner.meta_gradient(batch, seed=0)
     except (NonFiniteError, torch.OutOfMemoryError):
         pass  # the training loop deals with these
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise UserError(str(error)) from error
+    finally:
+        learner.tuner = tuner
 
 
 def claim(plan: Plan, config: TrainConfig, lock: RunLock) -> Path:

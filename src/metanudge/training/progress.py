@@ -1,13 +1,16 @@
-"""What a run shows while it goes: a live line on a terminal, a plain line every few seconds
-elsewhere.
+"""What a run shows: the facts at its start, a live line on a terminal or a plain line every few
+seconds elsewhere while it goes, the result at its end.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +19,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from metanudge.training.clock import clock
-from metanudge.training.stiffness import describe_stiffness
-from metanudge.training.trust import printable
+from metanudge.learner import MetaLearner
+from metanudge.tasks import Episodes
+from metanudge.tasks.images import is_picture
+from metanudge.training.config import TrainConfig
+from metanudge.training.distributed import Group
+from metanudge.training.metrics import describe_stiffness, stiffness
+from metanudge.training.output import clock, printable
+from metanudge.training.runs import CURVE, SUMMARY
+from metanudge.training.summary import Outcome, trainable
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -181,13 +190,10 @@ def memory_used(device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device)
     try:
         with open("/proc/self/statm", "rb") as statm:
-            import os
-
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         try:
             import resource
-            import sys
         except ImportError:
             return None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -201,3 +207,96 @@ def _given(values: dict[str, Any], key: str) -> bool:
 
 def _escape(text: str) -> str:
     return escape(printable(text))
+
+
+# What is told at the start and at the end
+
+
+def facts(
+    config: TrainConfig, source: Episodes, learner: MetaLearner, group: Group
+) -> list[tuple[str, str]]:
+    """What is being trained, how and on what."""
+    shape = f"regression, {source.shots} support and {source.queries} query points"
+    if source.kind == "classification":
+        shape = f"{source.ways}-way {source.shots}-shot, {source.queries} queries"
+    device, own = learner.problem().device, group.slice(config.tasks)
+    engine, why = learner.choose_engine(source.batch(range(max(1, len(own)))))
+    threads = torch.get_num_threads()
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {threads} thread{'s' * (threads > 1)}"
+    )
+    plain = config.precision == "fp32" or (config.precision == "tf32" and device.type == "cpu")
+    where = f"{name}, {config.dtype}" + ("" if plain else f", {config.precision}")
+    return [
+        ("data", f"{config.data}: {shape}; {config.tasks} tasks per meta-step"),
+        ("inputs", describe_inputs(source)),
+        ("model", f"{config.model}, {trainable(learner):,} parameters, {_term(config, learner)}"),
+        ("estimator", f"{config.estimator} with {config.solver}"),
+        ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
+        ("engine", f"{engine.name} ({why})"),
+        ("device", where + (f"; {group.world} processes" if group.world > 1 else "")),
+    ]
+
+
+def describe_inputs(source: Episodes) -> str:
+    """The shape of one example, and what was decided about it."""
+    shape = source.input_shape
+    size = "×".join(map(str, shape))
+    what = f"images {size}" if is_picture(shape) else f"{size} number{'s' * (shape != (1,))}"
+    return what + (f" ({source.note})" if source.note else "")
+
+
+def result_table(
+    folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner
+) -> list[tuple[str, str]]:
+    """The result for the screen."""
+    best, test = outcome.best, outcome.test
+    lines = [
+        (
+            "meta-steps",
+            f"{outcome.step} in {clock(outcome.seconds)}"
+            + (" (this part of the run)" if outcome.resumed else ""),
+        )
+    ]
+    if best is not None:
+        good = (
+            f"{best['accuracy']:.2%}"
+            if best["accuracy"] is not None
+            else f"loss {best['loss']:.4g}"
+        )
+        lines.append(
+            ("best validation", f"{good} at step {best['step']} ({config.eval_tasks} tasks)")
+        )
+    if test is not None:
+        if test["accuracy"] is not None:
+            accuracy = f"{test['accuracy']:.2%} ± {test['accuracy_ci95'] or math.nan:.2%}"
+            lines.append(("test accuracy", f"{accuracy} (95 % CI, {test['tasks']} tasks)"))
+            lines.append(("before adaptation", f"{test['accuracy_before']:.2%}"))
+        loss = f"{_number(test['loss'])} ± {_number(test['loss_ci95'])}"
+        lines.append(("test loss", f"{loss} (before adaptation {_number(test['loss_before'])})"))
+    learned = describe_stiffness(stiffness(learner))
+    if learned is not None:
+        lines.append(("learned stiffness", learned))
+    return [*lines, ("curve", str(folder / CURVE)), ("summary", str(folder / SUMMARY))]
+
+
+def _term(config: TrainConfig, learner: MetaLearner) -> str:
+    """λ, whether it is learned, and what adapts."""
+    problem = learner.problem()
+    text = f"λ = {config.lam:g}"
+    if learner.log_lam is not None:
+        text += " to begin with, learned" + (
+            "" if config.learn_lam == "scalar" else f" per {config.learn_lam}"
+        )
+    if problem.shared:
+        text += (
+            f"; {sum(p.numel() for p in problem.parameters.values()):,} adapt ({config.adapt}), the"
+            " others are shared"
+        )
+    return text
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"

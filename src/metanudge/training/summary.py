@@ -1,84 +1,47 @@
-"""What a run tells: the facts at its start; the test's result, summary.json and the learning curve
-at its end.
+"""What a run leaves at its end: the test's result, summary.json and the learning curve; and the
+picture of an evaluation.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from metanudge.evaluation import Evaluation
+from metanudge.evaluation import Evaluation, ci95
 from metanudge.learner import MetaLearner
-from metanudge.tasks import Episodes
-from metanudge.tasks.images import is_picture
-from metanudge.training.clock import clock
 from metanudge.training.config import TrainConfig
-from metanudge.training.distributed import Group
-from metanudge.training.environment import environment
-from metanudge.training.files import read_bytes, write_text
-from metanudge.training.metrics import read_metrics
-from metanudge.training.plots import learning_curve
+from metanudge.training.device import environment
+from metanudge.training.files import (
+    SEAL,
+    is_intact,
+    parse_json,
+    read_bytes,
+    replacing,
+    seal,
+    write_text,
+)
+from metanudge.training.metrics import read_metrics, stiffness
 from metanudge.training.runs import CURVE, METRICS, SUMMARY, choose_device
-from metanudge.training.sealed import SEAL, is_intact, parse_json, seal
-from metanudge.training.stiffness import describe_stiffness, stiffness
 from metanudge.version import __version__
 
-Table = list[tuple[str, str]]
+if TYPE_CHECKING:
+    from metanudge.training.evaluation.report import EvaluationReport
 
-
-def facts(config: TrainConfig, source: Episodes, learner: MetaLearner, group: Group) -> Table:
-    """What is being trained, how and on what."""
-    shape = f"regression, {source.shots} support and {source.queries} query points"
-    if source.kind == "classification":
-        shape = f"{source.ways}-way {source.shots}-shot, {source.queries} queries"
-    device, own = choose_device(config), group.slice(config.tasks)
-    engine, why = learner.choose_engine(source.batch(range(max(1, len(own)))))
-    threads = torch.get_num_threads()
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {threads} thread{'s' * (threads > 1)}"
-    )
-    plain = config.precision == "fp32" or (config.precision == "tf32" and device.type == "cpu")
-    where = f"{name}, {config.dtype}" + ("" if plain else f", {config.precision}")
-    return [
-        ("data", f"{config.data}: {shape}; {config.tasks} tasks per meta-step"),
-        ("inputs", describe_inputs(source)),
-        ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
-        ("estimator", f"{config.estimator} with {config.solver}"),
-        ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
-        ("engine", f"{engine.name} ({why})"),
-        ("device", where + (f"; {group.world} processes" if group.world > 1 else "")),
-    ]
-
-
-def describe_inputs(source: Episodes) -> str:
-    """The shape of one example, and what was decided about it."""
-    shape = source.input_shape
-    size = "×".join(map(str, shape))
-    what = f"images {size}" if is_picture(shape) else f"{size} number{'s' * (shape != (1,))}"
-    return what + (f" ({source.note})" if source.note else "")
+_INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
 
 
 def tested(result: Evaluation) -> dict[str, Any]:
     """The test's result as JSON values, with 95 % confidence intervals over the tasks; None for
     what is not finite.
     """
-    loss_ci = (
-        float(1.96 * result.loss.std() / math.sqrt(len(result.loss)))
-        if len(result.loss) > 1
-        else math.nan
-    )
     values = {
         "tasks": len(result.loss),
         "loss": result.mean_loss,
-        "loss_ci95": loss_ci,
+        "loss_ci95": ci95(result.loss),
         "loss_before": float(result.loss_before.mean()),
         "accuracy": result.mean_accuracy,
         "accuracy_ci95": result.accuracy_ci95,
@@ -123,7 +86,7 @@ def write_summary(
     summary = {
         "version": __version__,
         **environment(choose_device(config), processes=processes),
-        "parameters": _trainable(learner),
+        "parameters": trainable(learner),
         **({"lam": stiffness(learner)} if learner.log_lam is not None else {}),
         "steps": outcome.step,
         "checkpoint": "best" if best is not None else "last",
@@ -158,59 +121,132 @@ def check_summary(folder: Path, note: Callable[[str], None]) -> None:
         )
 
 
-def result_table(
-    folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner
-) -> Table:
-    """The result for the screen."""
-    best, test = outcome.best, outcome.test
-    lines = [
-        (
-            "meta-steps",
-            f"{outcome.step} in {clock(outcome.seconds)}"
-            + (" (this part of the run)" if outcome.resumed else ""),
-        )
-    ]
-    if best is not None:
-        good = (
-            f"{best['accuracy']:.2%}"
-            if best["accuracy"] is not None
-            else f"loss {best['loss']:.4g}"
-        )
-        lines.append(
-            ("best validation", f"{good} at step {best['step']} ({config.eval_tasks} tasks)")
-        )
-    if test is not None:
-        if test["accuracy"] is not None:
-            accuracy = f"{test['accuracy']:.2%} ± {test['accuracy_ci95'] or math.nan:.2%}"
-            lines.append(("test accuracy", f"{accuracy} (95 % CI, {test['tasks']} tasks)"))
-            lines.append(("before adaptation", f"{test['accuracy_before']:.2%}"))
-        loss = f"{_number(test['loss'])} ± {_number(test['loss_ci95'])}"
-        lines.append(("test loss", f"{loss} (before adaptation {_number(test['loss_before'])})"))
-    learned = describe_stiffness(stiffness(learner))
-    if learned is not None:
-        lines.append(("learned stiffness", learned))
-    return [*lines, ("curve", str(folder / CURVE)), ("summary", str(folder / SUMMARY))]
-
-
-def _trainable(learner: MetaLearner) -> int:
+def trainable(learner: MetaLearner) -> int:
+    """How many numbers of the model are trained."""
     return sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
 
 
-def _term(config: TrainConfig, learner: MetaLearner) -> str:
-    """λ, whether it is learned, and what adapts."""
-    problem = learner.problem()
-    text = f"λ = {config.lam:g}"
-    if learner.log_lam is not None:
-        text += " to begin with, learned" + (
-            "" if config.learn_lam == "scalar" else f" per {config.learn_lam}"
-        )
-    if problem.shared:
-        text += (
-            f"; {sum(p.numel() for p in problem.parameters.values()):,} adapt ({config.adapt}), the"
-            " others are shared"
-        )
-    return text
+# Pictures
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """The mean over the last `window` values (fewer at the beginning).
+
+    Example:
+        >>> smooth([1.0, 3.0, 5.0], 2)
+        [1.0, 2.0, 4.0]
+    """
+    return [
+        sum(part) / len(part)
+        for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))
+    ]
+
+
+def learning_curve(
+    rows: Sequence[dict[str, Any]], file: Path, *, title: str, test: dict[str, Any] | None = None
+) -> None:
+    """Draw query accuracy (loss, for regression) before and after adaptation over the meta-steps,
+    with the validations.
+
+    Args:
+        rows: as `read_metrics` gives them.
+        file: where the PNG goes.
+        title: what was trained.
+        test: the test result, drawn as a line, with keys "accuracy" or "loss".
+    """
+    quantity = "accuracy" if any(row.get("query_accuracy") is not None for row in rows) else "loss"
+    percent = quantity == "accuracy"
+    scale = 100.0 if percent else 1.0
+
+    def column(key: str) -> tuple[list[int], list[float]]:
+        found = [(row["step"], scale * row[key]) for row in rows if row.get(key) is not None]
+        return [step for step, _ in found], [value for _, value in found]
+
+    figure, axes = _figure(8.0, 4.5)
+    window = max(1, len(column(f"query_{quantity}")[0]) // 30)
+    for key, color, label in (
+        (f"query_{quantity}_before", _BEFORE, "before adaptation"),
+        (f"query_{quantity}", _AFTER, "after adaptation"),
+    ):
+        steps, values = column(key)
+        axes.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
+        axes.plot(
+            steps, smooth(values, window), color=color, linewidth=2.0, label=f"training, {label}"
+        )
+    steps, values = column(f"val_{quantity}")
+    if steps:
+        axes.plot(
+            steps,
+            values,
+            "o-",
+            color=_VALIDATION,
+            markersize=5,
+            linewidth=1.2,
+            markeredgecolor="white",
+            label="validation",
+        )
+    if test is not None and test.get(quantity) is not None:
+        value = scale * test[quantity]
+        text = f"test {value:.1f} %" if percent else f"test {value:.3g}"
+        axes.axhline(value, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), label=text)
+    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    axes.set_xlabel("meta-step")
+    axes.set_ylabel("query accuracy (%)" if percent else "query loss")
+    if percent:
+        axes.set_ylim(0, 102)
+    elif all(
+        value > 0
+        for key in ("query_loss", "query_loss_before", "val_loss")
+        for value in column(key)[1]
+    ):
+        axes.set_yscale("log")
+    axes.grid(color=_FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right" if percent else "upper right", fontsize=9)
+    with replacing(file) as stream:
+        figure.savefig(stream, format="png")
+
+
+def plot_steps(report: EvaluationReport, path: Path | str, *, title: str = "") -> None:
+    """Draw accuracy (or query loss) against the number of adaptation steps, with confidence
+    intervals, into an image file.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = _figure(5.5, 3.6)
+    what = "accuracy" if report.classification else "loss"
+    for protocol in dict.fromkeys(row.batch_norm for row in report.rows):
+        rows = [row for row in report.rows if row.batch_norm == protocol]
+        values = [getattr(row, what) for row in rows]
+        errors = [getattr(row, f"{what}_ci95") for row in rows]
+        label = f"BatchNorm {protocol}" if protocol else "mean, 95 % confidence"
+        axes.errorbar(
+            [row.steps for row in rows],
+            values,
+            yerr=errors,
+            marker="o",
+            markersize=4,
+            capsize=3,
+            label=label,
+        )
+    axes.axvline(
+        report.steps, color="0.7", linewidth=1, linestyle=":", zorder=0, label="as trained"
+    )
+    axes.set_xlabel("adaptation steps")
+    axes.set_ylabel("query accuracy" if report.classification else "query loss")
+    axes.set_title(title or f"{report.tasks} {report.split or ''} tasks")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    with replacing(Path(path)) as stream:
+        figure.savefig(stream, format=Path(path).suffix[1:].lower() or "png")
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure that needs no display, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()

@@ -90,7 +90,7 @@ def child() -> None:
     request = json.loads(sys.stdin.read())
     import torch
 
-    from metanudge.training.precision import computing_in
+    from metanudge.training.device import computing_in
     from metanudge_lab.bench.cases import CASES
     from metanudge_lab.bench.contender import choose
     from metanudge_lab.bench.suite import CONTENDERS

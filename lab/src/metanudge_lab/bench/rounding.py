@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from metanudge.engines.compiled import compilation
 from metanudge.engines.stacked import runs_trunk
 from metanudge.problem import Objective, Problem
-from metanudge.training.precision import Precision, computing_in
+from metanudge.training.device import Precision, computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Gradient

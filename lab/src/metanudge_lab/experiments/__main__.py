@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 def _measure(arguments: argparse.Namespace) -> int:
     import time
 
-    from metanudge.training.clock import clock
+    from metanudge.training.output import clock
     from metanudge_lab.experiments import load
     from metanudge_lab.experiments.run import Options, check_names, run
     from metanudge_lab.experiments.store import result_file

@@ -12,7 +12,7 @@ import torch
 import metanudge as mn
 from metanudge.models import MLP, Conv1D
 from metanudge.tasks import MNIST1D, Sinusoid
-from metanudge.training.precision import computing_in
+from metanudge.training.device import computing_in
 from metanudge_lab.experiments import ablation_figures, fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.ablation_verdict import NOISE, judge

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import metanudge as mn
-from metanudge.training.precision import computing_in
+from metanudge.training.device import computing_in
 from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Experiment, Result, Row, Settings

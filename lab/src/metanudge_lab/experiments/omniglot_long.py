@@ -13,7 +13,7 @@ import torch
 import metanudge as mn
 from metanudge.estimators import Estimator
 from metanudge.tasks.episodes import Split
-from metanudge.training.precision import computing_in
+from metanudge.training.device import computing_in
 from metanudge_lab import style
 from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m

@@ -14,7 +14,8 @@ from metanudge.tasks.read_csv import read_csv
 from metanudge.tasks.read_file import read_file
 from metanudge.tasks.read_folder import examples_among, is_visible, read_folder
 from metanudge.training.errors import UserError
-from metanudge.training.use.preprocessing import TABLES, Preprocessing
+from metanudge.training.sources import TABLES
+from metanudge.training.use.preprocessing import Preprocessing
 
 
 def read_support(path: Path, how: Preprocessing) -> tuple[Tensor, list[str], Preprocessing]:
