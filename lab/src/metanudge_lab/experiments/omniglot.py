@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,34 +133,20 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
         rows = found.rows("tuning")
         trial, data = make_trial(setting, ESTIMATORS[method], config, seed=seed, device=device)
         recipe = make_recipe(setting, best.inner, best.rate, last, config)
-        begin, testing = time.perf_counter(), 0.0
+        known = {**best.rates, "data": data}
 
         def see(iteration: int, learner: mn.MetaLearner) -> None:
-            nonlocal testing
-            now = time.perf_counter()
             count = config.test_tasks if iteration == last else config.watch_tasks
-            about = {
-                "iteration": iteration,
-                "tasks": count,
-                "seconds": now - begin - testing,
-                **best.rates,
-                "data": data,
-            }
-            rows.append(
-                {
-                    "kind": "test",
-                    **about,
-                    **fewshot.summary(fewshot.accuracies(learner, trial.source, "test", count)),
-                }
-            )
+            about = {"iteration": iteration, "tasks": count, "seconds": trial.seconds}
+            tested = fewshot.accuracies(learner, trial.source, "test", count)
+            rows.append({"kind": "test", **about, **known, **fewshot.summary(tested)})
             if iteration == last:
                 more = fewshot.accuracies(learner, trial.source, "test", count, steps=MORE_STEPS)
-                rows.append({"kind": "more steps", **about, **fewshot.summary(more)})
-            testing += time.perf_counter() - now
+                rows.append({"kind": "more steps", **about, **known, **fewshot.summary(more)})
 
-        if not trial.train(recipe, at=watched(last), see=see):
+        if not trial.train(recipe, at=watched(last), see=see, rows=rows):
             none = {"accuracy": None, "ci95": None, "tasks": 0, "seconds": None}
-            rows.append({"kind": "test", "iteration": last, **none, **best.rates, "data": data})
+            rows.append({"kind": "test", "iteration": last, **none, **known})
     return rows
 
 

@@ -4,7 +4,6 @@ steps than in training.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -158,18 +157,14 @@ def _training(
     trial, data = make_trial(setting, ESTIMATORS[method], config, seed=seed, device=device)
     about: Row = {**best.rates, "data": data}
     rows: list[Row] = []
-    begin, testing = time.perf_counter(), 0.0
 
     def see(iteration: int, learner: mn.MetaLearner) -> None:
-        nonlocal testing
-        now = time.perf_counter()
         found = fewshot.accuracies(learner, trial.source, "test", config.watch_tasks)
-        seconds = now - begin - testing
         rows.append(
             {
                 "kind": "curve",
                 "iteration": iteration,
-                "seconds": seconds,
+                "seconds": trial.seconds,
                 "tasks": len(found),
                 **about,
                 **fewshot.summary(found),
@@ -196,10 +191,9 @@ def _training(
                         **fewshot.summary(tested),
                     }
                 )
-        testing += time.perf_counter() - now
 
     recipe = make_recipe(setting, best.inner, best.rate, last, config)
-    if not trial.train(recipe, at=watched(last), see=see):
+    if not trial.train(recipe, at=watched(last), see=see, rows=rows):
         rows.append({"kind": "diverged", **about})
     return rows
 
