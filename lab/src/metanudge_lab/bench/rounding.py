@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,28 @@ class Cell:
             return self.contender.prepare(workload).step()
 
 
+@dataclass
+class Found:
+    """The errors of every cell, batch by batch; a cell that fails is left out from then on."""
+
+    errors: dict[Cell, list[float]]
+    skipped: list[str]
+    failed: list[Result] = field(default_factory=list)
+
+    def add(self, batch: Mapping[Cell, float | Exception], device: torch.device) -> None:
+        """Those of one meta-batch."""
+        for cell, error in batch.items():
+            if isinstance(error, float):
+                self.errors[cell].append(error)
+                continue
+            del self.errors[cell]
+            if cell.precision == "bf16" and device.type == "cpu":
+                self.skipped.append(f"{cell} does not run here: {describe(error)}")
+            else:
+                told = {"label": str(cell), "error": describe(error)}
+                self.failed.append({**names(cell.contender), **told})
+
+
 def rounding(
     case: Case,
     contenders: Sequence[Contender],
@@ -85,8 +107,7 @@ def rounding(
         for name in precisions
         for path, compiled in paths(workload, name).items()
     ]
-    errors: dict[Cell, list[float]] = {cell: [] for cell in cells}
-    failed: list[Result] = []
+    found = Found({cell: [] for cell in cells}, skipped)
     took, done = 0.0, 0
     progress.begin(f"{case.name}, rounding", total=batches * len(cells), done=0)
     try:
@@ -99,18 +120,8 @@ def rounding(
                 )
                 progress.note(f"{case.name}: {skipped[-1]}")
                 break
-            found = _one_batch(_workload(case, config, device, batch), list(errors), progress)
-            for cell, error in found.items():
-                if isinstance(error, float):
-                    errors[cell].append(error)
-                    continue
-                del errors[cell]
-                if cell.precision == "bf16" and device.type == "cpu":
-                    skipped.append(f"{cell} does not run here: {describe(error)}")
-                else:
-                    failed.append(
-                        {**names(cell.contender), "label": str(cell), "error": describe(error)}
-                    )
+            drawn = _workload(case, config, device, batch)
+            found.add(_one_batch(drawn, list(found.errors), progress), device)
             clear(device)
             took, done = max(took, time.monotonic() - begin), batch + 1
     finally:
@@ -121,9 +132,9 @@ def rounding(
         "title": title_of(case, config),
         **_all_precisions(context(workload, config, device)),
         "batches": done,
-        "rows": [_row(cell, np.array(found)) for cell, found in errors.items()],
-        "ratios": _ratios(errors),
-        "failed": failed,
+        "rows": [_row(cell, np.array(errors)) for cell, errors in found.errors.items()],
+        "ratios": _ratios(found.errors),
+        "failed": found.failed,
         "skipped": skipped,
     }
 
