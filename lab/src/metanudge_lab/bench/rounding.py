@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 from metanudge.engines.compiled import compilation
 from metanudge.engines.stacked import runs_trunk
 from metanudge.problem import Objective, Problem
+from metanudge.testing.problems import relative_error
 from metanudge.training.device import Precision, computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Gradient
-from metanudge_lab.bench.suite import Result, clear, context, describe, names, title_of, workload_of
+from metanudge_lab.bench.suite import Result, context, describe, names, title_of, workload_of
 from metanudge_lab.bench.workload import Workload
+from metanudge_lab.device_memory import release
 from metanudge_lab.progress import Progress
 
 DEFAULT = ("fobmaml-loss", "fobmaml-gradient", "fomaml")
@@ -122,7 +124,7 @@ def rounding(
                 break
             drawn = _workload(case, config, device, batch)
             found.add(_one_batch(drawn, list(found.errors), progress), device)
-            clear(device)
+            release(device)
             took, done = max(took, time.monotonic() - begin), batch + 1
     finally:
         progress.end()
@@ -158,20 +160,18 @@ def in_float64(workload: Workload) -> Workload:
     )
 
 
-def relative_error(gradient: Gradient, exact: Gradient) -> float:
-    """‖g − g₆₄‖ / ‖g₆₄‖ over all parameters together.
+def error_of(gradient: Gradient, exact: Gradient) -> float:
+    """‖g − g₆₄‖ / ‖g₆₄‖ over all parameters together, in float64.
 
     Example:
         >>> exact = {"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.0)}
-        >>> relative_error({"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.5)}, exact)
+        >>> error_of({"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.5)}, exact)
         0.1
     """
-    squares = [
-        ((gradient[n].double() - g.double()).square().sum(), g.double().square().sum())
-        for n, g in exact.items()
-    ]
-    difference, size = (torch.stack(column).sum().sqrt() for column in zip(*squares, strict=True))
-    return float(difference / size)
+    return relative_error(
+        {name: gradient[name].double() for name in exact},
+        {name: g.double() for name, g in exact.items()},
+    )
 
 
 def root_mean_square(errors: Numbers) -> Numbers:
@@ -239,7 +239,7 @@ def _one_batch(
                 in_float64(workload)
             )
         try:
-            found[cell] = relative_error(cell.gradient(workload), exact[name])
+            found[cell] = error_of(cell.gradient(workload), exact[name])
         # an operator that this precision lacks, an overflow: a result as well
         except Exception as error:
             found[cell] = error

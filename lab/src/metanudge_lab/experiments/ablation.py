@@ -5,7 +5,6 @@ training, and the library's defaults.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ import metanudge as mn
 from metanudge.models import MLP, Conv1D
 from metanudge.tasks import MNIST1D, Sinusoid
 from metanudge.training.device import computing_in
+from metanudge_lab.device_memory import release
 from metanudge_lab.experiments import ablation_figures, fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.ablation_verdict import NOISE, judge
@@ -91,22 +91,19 @@ class Config(Settings):
     @classmethod
     def quick(cls) -> Config:
         """Three minutes or so, MNIST-1D alone."""
-        few: dict[str, Any] = {
-            "error_tasks": 2,
-            "error_seeds": 1,
-            "channels": 4,
-            "pretraining": 40,
-            "test_tasks": 100,
-        }
         return cls(
             steps=(5,),
             reach=300,
+            error_tasks=2,
+            error_seeds=1,
+            channels=4,
+            pretraining=40,
             seeds=1,
             iterations=40,
             tasks=4,
+            test_tasks=100,
             omniglot_seeds=0,
             sinusoid_seeds=0,
-            **few,
         )
 
     @property
@@ -144,7 +141,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     seed = int(cell["seed"] or 0)
     if cell["part"] == "error":
         return _errors(str(cell["point"]), int(cell["steps"] or 0), seed, config, device)
-    fewshot.release(device)
+    release(device)
     estimator = Variant.of(cell).estimator
     if cell["part"] == "omniglot":
         trial, _ = make_trial(FIVE_WAY[0], estimator, Sizes(), seed=seed, device=device)

@@ -4,7 +4,6 @@ on others.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -265,12 +264,3 @@ def best_recipe(
             order = sorted(range(len(left)), key=lambda i: -found[i])
             left = [left[i] for i in order[: keep if number < len(rounds) - 1 else 1]]
     return Search(left[0], tried, scores)
-
-
-def release(device: torch.device) -> None:
-    """Give back what earlier runs held on a GPU: recorded meta-steps keep their memory until they
-    are collected.
-    """
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

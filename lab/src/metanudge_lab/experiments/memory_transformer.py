@@ -4,7 +4,7 @@ sequences.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
@@ -13,9 +13,6 @@ from metanudge_lab.experiments import memory
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Row
 
-if TYPE_CHECKING:
-    from metanudge_lab.experiments import memory_length, memory_width
-
 SIZE = (
     "A standard block with 8 heads and 512 hidden units as in the paper; the size of a task is"
     " ours: support and query set of 25 sequences each. Attention is written out (no flash kernel)"
@@ -23,9 +20,21 @@ SIZE = (
 )
 
 
+@dataclass(frozen=True)
+class Block:
+    """Sizes of the model and of a task, but for width and length."""
+
+    heads: int = 8
+    hidden: int = 512
+    steps: int = m.STEPS
+    ways: int = 5
+    shots: int = 5
+    queries: int = 5
+
+
 def measure(
     method: object,
-    config: memory_length.Config | memory_width.Config,
+    config: Block,
     *,
     length: int,
     width: int,

@@ -7,24 +7,22 @@ from dataclasses import dataclass
 import torch
 
 from metanudge_lab.experiments import memory, memory_transformer
-from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Experiment, Row, Settings
 
 AXIS = memory.Axis("width", "width of the model", "width {}")
 
 
 @dataclass(frozen=True)
-class Config(Settings):
-    """Sizes of the model and of a task. In full half a minute on a GPU."""
+class Widths:
+    """What memory is measured against, and what stays the same."""
 
     widths: tuple[int, ...] = (64, 128, 256, 512)
     length: int = 128
-    heads: int = 8
-    hidden: int = 512
-    steps: int = m.STEPS
-    ways: int = 5
-    shots: int = 5
-    queries: int = 5
+
+
+@dataclass(frozen=True)
+class Config(memory_transformer.Block, Widths, Settings):
+    """All sizes. In full half a minute on a GPU."""
 
     @classmethod
     def quick(cls) -> Config:

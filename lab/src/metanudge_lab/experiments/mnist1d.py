@@ -69,15 +69,18 @@ class Config(Settings):
     def quick(cls) -> Config:
         """Two or three minutes."""
         at = tuple(k for k in AT if k <= 100)
-        small: dict[str, Any] = {
-            "iterations": 100,
-            "grid_iterations": 40,
-            "tasks": 4,
-            "seeds": 1,
-            "val_tasks": 40,
-            "test_tasks": 100,
-        }
-        return cls(inner_rates=(0.1, 0.01), meta_rates=(0.01, 1e-3), rounds=(20,), at=at, **small)
+        return cls(
+            inner_rates=(0.1, 0.01),
+            meta_rates=(0.01, 1e-3),
+            rounds=(20,),
+            iterations=100,
+            grid_iterations=40,
+            at=at,
+            tasks=4,
+            seeds=1,
+            val_tasks=40,
+            test_tasks=100,
+        )
 
 
 def cells(config: Config) -> list[Cell]:

@@ -10,6 +10,7 @@ import torch
 
 import metanudge as mn
 from metanudge.training.device import computing_in
+from metanudge_lab.device_memory import release
 from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Cell, Experiment, Result, Row, Settings
@@ -19,6 +20,7 @@ from metanudge_lab.experiments.omniglot_runs import (
     FIVE_WAY,
     LONG_METHODS,
     MORE_STEPS,
+    QUICK,
     SHIFTED,
     TWENTY_WAY,
     Sizes,
@@ -65,28 +67,18 @@ class Config(Sizes, Settings):
     @classmethod
     def quick(cls) -> Config:
         """Two or three minutes; a narrow network, one seed, one pair of learning rates."""
-        few = {
-            "seeds": 1,
-            "second_order_seeds": 1,
-            "tasks": 4,
-            "queries": 5,
-            "channels": 16,
-            "watch_tasks": 50,
-            "test_tasks": 200,
-        }
-        methods = tuple(method for method in cls.methods if method != SHIFTED)
-        rates = {"inner_rates": (0.1,), "meta_rates": (1e-2,)}
-        options: dict[str, Any] = {
-            **few,
-            **rates,
-            "methods": methods,
-            "extra_settings": (),
-            "iterations": 60,
-            "long": 0,
-            "longest": (),
-            "glyphs": True,
-        }
-        return cls(settings=FIVE_WAY[:1], **options)
+        return cls(
+            settings=FIVE_WAY[:1],
+            extra_settings=(),
+            methods=tuple(method for method in cls.methods if method != SHIFTED),
+            iterations=60,
+            long=0,
+            longest=(),
+            seeds=1,
+            second_order_seeds=1,
+            test_tasks=200,
+            **QUICK,
+        )
 
 
 def cells(config: Config) -> list[Cell]:
@@ -126,7 +118,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Find the rates on validation tasks, train, and test on the way and at the end."""
     setting, method, seed = str(cell["setting"]), str(cell["method"]), int(cell["seed"] or 0)
     last = int(cell["iterations"] or 0)
-    fewshot.release(device)
+    release(device)
     with computing_in("tf32", device):
         found = tuned(setting, method, config, device)
         best = found.best

@@ -14,6 +14,7 @@ from metanudge.estimators import Estimator
 from metanudge.tasks.episodes import Split
 from metanudge.training.device import computing_in
 from metanudge_lab import style
+from metanudge_lab.device_memory import release
 from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments import omniglot_runs as runs
@@ -77,22 +78,7 @@ class Config(Sizes, Settings):
     @classmethod
     def quick(cls) -> Config:
         """A minute or two; a narrow network, one seed, one pair of learning rates."""
-        few: dict[str, Any] = {
-            "seeds": 1,
-            "tasks": 4,
-            "queries": 5,
-            "channels": 16,
-            "watch_tasks": 50,
-            "test_tasks": 100,
-        }
-        return cls(
-            shorten=400,
-            inner_rates=(0.1,),
-            meta_rates=(1e-2,),
-            adapt_steps=(1, 5, 16),
-            glyphs=True,
-            **few,
-        )
+        return cls(shorten=400, seeds=1, test_tasks=100, adapt_steps=(1, 5, 16), **runs.QUICK)
 
 
 def cells(config: Config) -> list[Cell]:
@@ -121,7 +107,7 @@ def cells(config: Config) -> list[Cell]:
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Find the learning rates on validation tasks; or train, and test on the way and at the end."""
     setting, method = str(cell["setting"]), str(cell["method"])
-    fewshot.release(device)
+    release(device)
     with computing_in("tf32", device):
         if cell["part"] == "rates":
             return _search(setting, method, config, device)

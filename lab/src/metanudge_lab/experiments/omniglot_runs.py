@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -64,6 +65,18 @@ class Sizes:
     watch_tasks: int = 500
     test_tasks: int = 2000
     glyphs: bool = False
+
+
+# A narrow network and one pair of learning rates, on invented characters where there are no others.
+QUICK: Any = {
+    "inner_rates": (0.1,),
+    "meta_rates": (1e-2,),
+    "tasks": 4,
+    "queries": 5,
+    "channels": 16,
+    "watch_tasks": 50,
+    "glyphs": True,
+}
 
 
 def make_recipe(
