@@ -213,6 +213,9 @@ STILL_LATE = {
     ("measure.py", "runs"),
     ("preprocessing.py", "runs"),
     ("trust.py", "config"),
+    ("continuing.py", "plan"),
+    ("metrics.py", "config"),
+    ("summary.py", "report"),
 }
 
 
