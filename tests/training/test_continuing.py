@@ -20,7 +20,7 @@ from metanudge.training.checkpoint import CheckpointStore, save
 from metanudge.training.device import environment
 from metanudge.training.distributed import Group
 from metanudge.training.errors import UserError
-from metanudge.training.lock import RunLock
+from metanudge.training.files import RunLock
 from metanudge.training.metrics import read_metrics
 from metanudge.training.plan import make_plan
 from metanudge.training.progress import Quiet

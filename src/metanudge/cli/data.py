@@ -5,12 +5,22 @@ those are whole.
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
+
+from metanudge.cli.flags import parse
+from metanudge.names import near
+from metanudge.training.errors import EXIT_BAD_INPUT, UserError
+
+if TYPE_CHECKING:
+    from metanudge.tasks import Episodes
+
+ACTIONS = ("list", "fetch", "verify")
 
 EXAMPLES = """
 examples:
@@ -39,58 +49,45 @@ class DataOptions:
 
 def run(argv: list[str]) -> int:
     """Run the command."""
-    options = tyro.cli(
-        DataOptions,
-        args=argv,
-        prog="metanudge data",
-        description=f"{cleandoc(DataOptions.__doc__ or '')}\n{EXAMPLES}",
-    )
-    from metanudge.names import near
+    options = parse(DataOptions, "data", argv, EXAMPLES)
     from metanudge.tasks import SOURCES
-    from metanudge.training.errors import UserError
 
+    names = ", ".join(SOURCES)
     if options.action == "list":
         if options.name is not None:
             raise UserError(f"data list takes no name, got {options.name!r}. It lists everything.")
-        return _list()
-    if options.action == "fetch":
-        if options.name is None:
-            raise UserError(
-                "data fetch needs a name: metanudge data fetch NAME, with NAME one of"
-                f" {', '.join(SOURCES)}."
-            )
-        return _fetch(_known(options.name))
-    if options.action == "verify":
-        return _verify(options)
-    actions = ("list", "fetch", "verify")
+        return _list(SOURCES)
+    if options.action not in ACTIONS:
+        raise UserError(
+            f"There is no action {options.action!r}.{near(options.action, ACTIONS)} Use one of:"
+            f" {', '.join(ACTIONS)}."
+        )
+    if options.name is None:
+        if options.action == "verify":
+            return _verify(SOURCES)
+        raise UserError(
+            f"data fetch needs a name: metanudge data fetch NAME, with NAME one of {names}."
+        )
+    name = options.name.lower().replace("-", "")
+    if name in SOURCES:
+        chosen = {name: SOURCES[name]}
+        return _fetch(name, SOURCES[name]) if options.action == "fetch" else _verify(chosen)
+    path = Path(options.name)
+    if options.action == "verify" and (
+        os.sep in options.name or path.exists() or path.suffix == ".csv"
+    ):
+        print(_verify_own(path, options.label))
+        return 0
     raise UserError(
-        f"There is no action {options.action!r}.{near(options.action, actions)} Use one of:"
-        f" {', '.join(actions)}."
+        f"There is no data set {options.name!r}.{near(options.name, SOURCES)} The data sets are"
+        f" {names}."
     )
 
 
-def _known(name: str) -> str:
-    from metanudge.names import near
-    from metanudge.tasks import SOURCES
-    from metanudge.training.errors import UserError
-
-    if _plain(name) not in SOURCES:
-        raise UserError(
-            f"There is no data set {name!r}.{near(name, SOURCES)} The data sets are"
-            f" {', '.join(SOURCES)}."
-        )
-    return _plain(name)
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "")
-
-
-def _list() -> int:
-    from metanudge.tasks import SOURCES
+def _list(sources: Mapping[str, type[Episodes]]) -> int:
     from metanudge.tasks.cache import cache_folder
 
-    for name, source in SOURCES.items():
+    for name, source in sources.items():
         about, files = source.about, source.files()
         print(f"{name}: {about.what}")
         print(f"  licence  {about.licence}")
@@ -112,11 +109,7 @@ def _list() -> int:
     return 0
 
 
-def _fetch(name: str) -> int:
-    from metanudge.tasks import SOURCES
-    from metanudge.training.errors import UserError
-
-    source = SOURCES[name]
+def _fetch(name: str, source: type[Episodes]) -> int:
     if not source.about.made:
         print(f"{name} has no files: every task is computed when it is drawn. Nothing to fetch.")
         return 0
@@ -132,16 +125,9 @@ def _fetch(name: str) -> int:
     return 0
 
 
-def _verify(options: DataOptions) -> int:
-    from metanudge.tasks import SOURCES
-    from metanudge.training.errors import EXIT_BAD_INPUT
-
-    if options.name is not None and _is_path(options.name):
-        print(_verify_own(Path(options.name), options.label))
-        return 0
+def _verify(sources: Mapping[str, type[Episodes]]) -> int:
     wrong = 0
-    for name in SOURCES if options.name is None else [_known(options.name)]:
-        source = SOURCES[name]
+    for name, source in sources.items():
         files = source.files()
         if not files:
             how = f" (metanudge data fetch {name} gets them)" if source.about.made else ""
@@ -160,21 +146,10 @@ def _verify(options: DataOptions) -> int:
     return EXIT_BAD_INPUT if wrong else 0
 
 
-def _is_path(name: str) -> bool:
-    from metanudge.tasks import SOURCES
-
-    return _plain(name) not in SOURCES and (
-        os.sep in name or Path(name).exists() or Path(name).suffix == ".csv"
-    )
-
-
 def _verify_own(path: Path, label: str) -> str:
     """What a user's own folder or table holds."""
-    from collections import Counter
-
     from metanudge.tasks.read_csv import read_csv
     from metanudge.tasks.read_folder import read_folder
-    from metanudge.training.errors import UserError
 
     if not path.exists():
         raise UserError(

@@ -64,10 +64,8 @@ class Pool:
 
     def members(self) -> NDArray[np.int64]:
         """The row numbers of all its classes, in order."""
-        parts = [
-            self.rows[start : start + count]
-            for start, count in zip(self.starts, self.counts, strict=True)
-        ]
+        spans = zip(self.starts, self.counts, strict=True)
+        parts = [self.rows[start : start + count] for start, count in spans]
         return np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
 
     def without_small(self, size: int) -> Pool:

@@ -125,18 +125,19 @@ class Episodes(ABC):
         self.dtype = dtype
 
     @property
-    @abstractmethod
     def num_outputs(self) -> int:
-        """Outputs a model for these tasks needs: the number of ways, or 1 for regression."""
+        """Outputs a model for these tasks needs: 1, or one per way in classification."""
+        return 1
 
     @property
     @abstractmethod
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one example's input."""
 
-    @abstractmethod
     def classes(self, split: Split) -> tuple[str, ...]:
         """Names of the classes that the tasks of a split are drawn from (none for regression)."""
+        check_split(split)
+        return ()
 
     def fingerprint(self) -> str | None:
         """Hex sha256 of the files that the tasks are drawn from; None where they are generated or

@@ -8,6 +8,7 @@ never downloaded.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from metanudge.tasks.cache import cache_folder, load_arrays, save_arrays
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import About, Stream
+from metanudge.tasks.episodes import SPLITS, About, Stream
 from metanudge.tasks.mnist1d_recipe import LENGTH, NUM_CLASSES, MNIST1DArrays, generate
 
 _NAMES = tuple(str(digit) for digit in range(NUM_CLASSES))
@@ -67,21 +68,16 @@ class MNIST1D(ClassEpisodes):
         **stream: Unpack[Stream],
     ) -> None:
         data = _load(num_samples, data_seed) if cache else generate(num_samples, seed=data_seed)
-        cut = len(data.y_train) - len(data.y_train) // 5
-        first_test = len(data.y_train)
+        examples = torch.from_numpy(np.concatenate([data.x_train, data.x_test]))
         labels = np.concatenate([data.y_train, data.y_test])
-        super().__init__(
-            torch.from_numpy(np.concatenate([data.x_train, data.x_test])),
-            {
-                "train": _pool(labels, 0, cut),
-                "val": _pool(labels, cut, first_test),
-                "test": _pool(labels, first_test, len(labels)),
-            },
-            ways=ways,
-            shots=shots,
-            queries=queries,
-            **stream,
-        )
+        first_test = len(data.y_train)
+        first_val = first_test - first_test // 5
+        parts = pairwise([0, first_val, first_test, len(labels)])
+        pools = {
+            split: Pool.of(labels[first:end], names=_NAMES, rows=np.arange(first, end))
+            for split, (first, end) in zip(SPLITS, parts, strict=True)
+        }
+        super().__init__(examples, pools, ways=ways, shots=shots, queries=queries, **stream)
 
     @classmethod
     def fetch(cls) -> None:
@@ -119,10 +115,6 @@ class MNIST1D(ClassEpisodes):
                     f" {difference:.2g}. {again}"
                 )
         return f"{len(fresh.y_train)} + {len(fresh.y_test)} examples, equal to the recipe"
-
-
-def _pool(labels: NDArray[np.int64], first: int, end: int) -> Pool:
-    return Pool.of(labels[first:end], names=_NAMES, rows=np.arange(first, end))
 
 
 def _load(num_samples: int, seed: int) -> MNIST1DArrays:

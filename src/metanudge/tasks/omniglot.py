@@ -17,8 +17,7 @@ import torch
 from metanudge.names import near
 from metanudge.tasks.classification import ClassEpisodes, Pool
 from metanudge.tasks.episodes import SPLITS, About, Split, Stream
-from metanudge.tasks.omniglot_archive import DRAWERS
-from metanudge.tasks.omniglot_files import find_files, load_omniglot, verify_file
+from metanudge.tasks.omniglot_files import DRAWERS, find_files, load_omniglot, verify_file
 
 _RANDOM_SIZES = {"train": 1100, "val": 100, "test": 423}
 
@@ -77,11 +76,9 @@ class Omniglot(ClassEpisodes):
                 f"There is no split_by={split_by!r}.{near(split_by, ['vinyals', 'random'])} Use"
                 " 'vinyals' (by alphabet) or 'random'."
             )
-        data = load_omniglot(root, download=download)
-        turns = 4 if rotations else 1
-        parts = (
-            vinyals_split() if split_by == "vinyals" else random_split(data.names, seed=split_seed)
-        )
+        data, turns = load_omniglot(root, download=download), 4 if rotations else 1
+        random = split_by == "random"
+        parts = random_split(data.names, seed=split_seed) if random else vinyals_split()
         unknown = {name for names in parts.values() for name in names} - set(data.names)
         if unknown:
             raise ValueError(
@@ -92,17 +89,12 @@ class Omniglot(ClassEpisodes):
         number = {name: i for i, name in enumerate(data.names)}
         images = torch.from_numpy(data.images)  # (character, drawer, height, width)
         turned = torch.stack([torch.rot90(images, turn, (2, 3)) for turn in range(turns)], dim=1)
-        super().__init__(
-            turned.reshape(-1, 1, *images.shape[2:]),
-            {
-                split: _pool([number[name] for name in names], names, turns)
-                for split, names in parts.items()
-            },
-            ways=ways,
-            shots=shots,
-            queries=queries,
-            **stream,
-        )
+        examples = turned.reshape(-1, 1, *images.shape[2:])
+        pools = {
+            split: _pool([number[name] for name in names], names, turns)
+            for split, names in parts.items()
+        }
+        super().__init__(examples, pools, ways=ways, shots=shots, queries=queries, **stream)
         self.split_by = split_by
 
     @classmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metanudge.task import Batch
 from metanudge.tasks.draws import Keys, fork, normal, uniform
-from metanudge.tasks.episodes import About, Episodes, Split, Stream, check_split
+from metanudge.tasks.episodes import About, Episodes, Split, Stream
 
 
 class Sinusoid(Episodes):
@@ -69,19 +69,9 @@ class Sinusoid(Episodes):
         self.domain = domain
 
     @property
-    def num_outputs(self) -> int:
-        """Outputs a model for these tasks needs: 1."""
-        return 1
-
-    @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one example's input: `(1,)`."""
         return (1,)
-
-    def classes(self, split: Split) -> tuple[str, ...]:
-        """Regression tasks have no classes."""
-        check_split(split)
-        return ()
 
     def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
         points = self.shots + self.queries
@@ -91,11 +81,8 @@ class Sinusoid(Episodes):
         y = amplitude * np.sin(x - phase)
         if self.noise:
             y += self.noise * normal(fork(keys, np.array([1])), points)
-        inputs, targets = self._tensor(x), self._tensor(y)
-        return (inputs[:, : self.shots], targets[:, : self.shots]), (
-            inputs[:, self.shots :],
-            targets[:, self.shots :],
-        )
+        both = self._tensor(x), self._tensor(y)
+        return tuple(t[:, : self.shots] for t in both), tuple(t[:, self.shots :] for t in both)
 
     def _tensor(self, values: NDArray[np.float64]) -> Tensor:
         return torch.from_numpy(values)[..., None].to(self.dtype).to(self.device)

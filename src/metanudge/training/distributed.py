@@ -26,8 +26,7 @@ from metanudge.estimators import NonFiniteError, Stats
 from metanudge.learner import MetaLearner
 from metanudge.optim import global_norm
 from metanudge.params import Params
-from metanudge.training.errors import UserError
-from metanudge.training.signals import CODES, Interrupted
+from metanudge.training.errors import CODES, Interrupted, UserError
 
 T = TypeVar("T")
 
@@ -214,11 +213,11 @@ def _reduced(
     """The same over several ranks: one all-reduce."""
     stats = share.stats
     weight = 0.0 if stats is None else stats.tasks / tasks
-    sums = {name: 0.0 if stats is None else weight * getattr(stats, name) for name in means}
-    sums["nu"] = 0.0 if stats is None or stats.nu is None else weight * stats.nu
-    sums["error"] = (
-        0.0 if stats is None or stats.error is None else weight * stats.error * stats.gradient_norm
-    )
+    own = {name: getattr(stats, name) for name in means} if stats is not None else {}
+    if stats is not None:
+        own["nu"] = stats.nu or 0.0
+        own["error"] = (stats.error or 0.0) * stats.gradient_norm
+    sums = {name: weight * own.get(name, 0.0) for name in (*means, "nu", "error")}
     sums["failed"] = float(share.failure is not None)
     sums["broken off"] = float(share.broken_off)
     for number in CODES:

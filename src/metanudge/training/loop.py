@@ -28,12 +28,16 @@ from metanudge.params import Params
 from metanudge.tasks import Episodes
 from metanudge.tasks.ahead import Ahead
 from metanudge.tasks.episodes import Split
-from metanudge.training.advice import halving
 from metanudge.training.checkpoint import Checkpoint, CheckpointStore
 from metanudge.training.distributed import Group, Share, combine
-from metanudge.training.errors import UserError
+from metanudge.training.errors import (
+    PATIENCE,
+    Interrupted,
+    StopRequest,
+    UserError,
+    is_out_of_memory,
+)
 from metanudge.training.metrics import stiffness
-from metanudge.training.signals import PATIENCE, Interrupted, StopRequest
 from metanudge.tuning import NuEstimate, is_automatic
 
 T = TypeVar("T")
@@ -49,8 +53,7 @@ class Course:
         schedule: of the optimizer's learning rates: constant, or cosine down to 0.
         clip: the meta-gradient to this norm.
         seed: of dropout masks, minibatches and search directions.
-        metrics_every: meta-steps between measurements of query loss and accuracy, of which the
-            first and the last are always measured; 0: none is.
+        metrics_every: meta-steps between measurements of query loss and accuracy; 0: none.
         checkpoint_every: meta-steps between checkpoints, where the trainer has a folder.
     """
 
@@ -133,7 +136,13 @@ class Trainer:
         self._lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._store = None if folder is None else CheckpointStore(folder)
         if self._store is not None and self._store.list():
-            self._go_on(self._store.load())
+            checkpoint, now = self._store.load(), asdict(course)
+            if (was := checkpoint.state.get("course")) != now:
+                raise UserError(
+                    f"{checkpoint.folder} belongs to another course ({was}, now {now}). Train in"
+                    " another folder, or remove this one."
+                )
+            self.load(checkpoint)
 
     def run(self) -> None:
         """Train to the end of the course."""
@@ -210,16 +219,6 @@ class Trainer:
             self.learner.tuner.load_state_dict(state["tuner"])
         self._lrs = state["lrs"]
         self.step = checkpoint.step
-
-    def _go_on(self, checkpoint: Checkpoint) -> None:
-        """From a checkpoint of this trainer's own, unless it took another course."""
-        was, now = checkpoint.state.get("course"), asdict(self.course)
-        if was != now:
-            raise UserError(
-                f"{checkpoint.folder} belongs to another course ({was}, now {now}). Train in"
-                " another folder, or remove this one."
-            )
-        self.load(checkpoint)
 
     # One meta-step
 
@@ -322,6 +321,45 @@ class Trainer:
                 f" {now}."
             ),
         )
+
+
+class OutOfMemory(Exception):
+    """One solve at a time is still too much; the message is torch's."""
+
+
+def halving(
+    call: Callable[[], T],
+    learner: MetaLearner,
+    *,
+    rows: int,
+    halves: Callable[[], bool],
+    note: Callable[[int, int], None],
+) -> T:
+    """Call, with half of `learner.chunk` after each time the memory runs out; the learner keeps the
+    smaller chunk.
+
+    Args:
+        call: computes with the learner, and may be called again.
+        learner: whose chunk is halved.
+        rows: solves that the call makes; what the first chunk is when the learner has none.
+        halves: whether the engine in use heeds the chunk.
+        note: told the old and the new chunk.
+    """
+    while True:
+        try:
+            return call()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            message = str(error).splitlines()[0]
+        # Out here the exception, and with it the tensors of its frames, is gone.
+        if next(learner.parameters()).device.type == "cuda":
+            torch.cuda.empty_cache()
+        chunk = min(learner.chunk or rows, rows)
+        if chunk <= 1 or not halves():
+            raise OutOfMemory(message)
+        learner.chunk = chunk // 2
+        note(chunk, learner.chunk)
 
 
 def weights_of(learner: MetaLearner) -> dict[str, Mapping[str, torch.Tensor]]:

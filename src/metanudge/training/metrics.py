@@ -17,7 +17,7 @@ import torch
 
 from metanudge.learner import MetaLearner
 from metanudge.training.errors import UserError
-from metanudge.training.files import open_to_append, parse_json, read_bytes
+from metanudge.training.files import open_to_append, parse_json, read_bytes, without_nan
 
 if TYPE_CHECKING:
     from metanudge.training.config import TrainConfig
@@ -66,11 +66,7 @@ class MetricsLog:
 
     def write(self, values: Values) -> None:
         """Add a line and hand it to the operating system."""
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in values.items()
-        }
-        line = json.dumps(clean, allow_nan=False).encode() + b"\n"
+        line = json.dumps(without_nan(values), allow_nan=False).encode() + b"\n"
         self._file.write(line)
         self._file.flush()
         self._digest.update(line)

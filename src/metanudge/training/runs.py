@@ -1,4 +1,4 @@
-"""The folder of a run, and how a configuration becomes a data source and a learner.
+"""The folder of a run that was trained.
 
 RUN/config.json        the configuration; `train --config` repeats it, `--resume RUN` goes on
 RUN/metrics.jsonl      one line per meta-step; the same run gives the same bytes
@@ -6,7 +6,7 @@ RUN/timing.jsonl       seconds and memory of the meta-steps: what differs from m
 RUN/checkpoints/       see `metanudge.training.checkpoint`
 RUN/summary.json       the result
 RUN/curve.png          the learning curve
-RUN/.lock              who writes to it, see `metanudge.training.lock`
+RUN/.lock              who writes to it, see `metanudge.training.files.RunLock`
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ import os
 import re
 import shlex
 from collections.abc import Collection
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from metanudge.engines.randomness import mix
 from metanudge.learner import MetaLearner
-from metanudge.problem import UnmatchedPattern
 from metanudge.tasks import Episodes
-from metanudge.training import specs
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig
-from metanudge.training.device import computing_in, device_called
 from metanudge.training.errors import UserError
 from metanudge.training.loop import load_weights
-from metanudge.training.sources import DataShapes, build_source, check_splits, find_data
-from metanudge.training.specs import Shapes
+from metanudge.training.sources import (
+    DataShapes,
+    build_learner,
+    build_source,
+    check_splits,
+    choose_device,
+    precision,
+    resolve,
+)
 from metanudge.training.trust import check_trust
 from metanudge.training.upgrade import upgrade
 
@@ -179,82 +180,6 @@ def check_config(
             " what it says. Put back what was there; for a run with other settings: metanudge"
             f" train --config {shlex.quote(str(folder / CONFIG))} with flags, and another --out."
         )
-
-
-# --- From a configuration to objects
-# ---------------------------------------------------------------------------------
-
-
-def choose_device(config: TrainConfig) -> torch.device:
-    """The device of a run."""
-    return device_called(config.device)
-
-
-def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
-    """The learner that a configuration describes, with its initial weights, on its device.
-
-    `shapes` is an episode source, or anything else that says what the tasks look like.
-    """
-    device = choose_device(config)
-    solver, estimator = (
-        specs.build_solver(config.solver, shapes.kind),
-        specs.build_estimator(config.estimator),
-    )
-    # Weights are drawn on the CPU, so that they are the same wherever the run goes.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(mix(config.seed, 1))
-        model = specs.build_model(config.model, shapes)
-    model = model.to(device, getattr(torch, config.dtype)).train()
-    loss = (
-        torch.nn.functional.cross_entropy
-        if shapes.kind == "classification"
-        else torch.nn.functional.mse_loss
-    )
-    try:
-        estimator.check(solver)
-        learner = MetaLearner(
-            model,
-            loss,
-            lam=config.lam,
-            learn_lam=None if config.learn_lam == "none" else config.learn_lam,
-            adapt=None if config.adapt == "*" else config.patterns,
-            solver=solver,
-            estimator=estimator,
-            engine=config.engine,
-            chunk=config.chunk,
-            compile=config.compile,
-            seed=config.seed,
-        )
-        estimator.check_problem(learner.problem())
-    except UnmatchedPattern as error:
-        raise UserError(f"--adapt {error.pattern!r} {error.problem}") from error
-    except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from error
-    return learner
-
-
-def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
-    """The configuration with every choice written out in one fixed way: specs canonical, `auto`
-    decided, paths absolute.
-    """
-    data = find_data(config.data)
-    return dataclasses.replace(
-        config,
-        data=data.name,
-        ways=source.ways if source.kind == "classification" else None,
-        shots=source.shots,
-        queries=source.queries,
-        data_options=data.all_options(config.data_options, source),
-        model=str(specs.parse_model(config.model, source)),
-        solver=str(specs.parse_solver(config.solver, source.kind)),
-        estimator=str(specs.parse_estimator(config.estimator)),
-        optimizer=str(specs.parse_optimizer(config.optimizer)),
-    )
-
-
-def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
-    """A context in which torch computes as a configuration asks for."""
-    return computing_in(config.precision, device)
 
 
 __all__ = [

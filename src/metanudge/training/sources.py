@@ -1,24 +1,30 @@
-"""How a configuration becomes an episode source: which data it names, with which options, and what
-a checkpoint remembers of them.
+"""How a configuration becomes an episode source and a learner: which data it names, with which
+options, and what a checkpoint remembers of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from metanudge.engines.randomness import mix
+from metanudge.learner import MetaLearner
+from metanudge.problem import UnmatchedPattern
 from metanudge.tasks import SOURCES, Episodes, Labelled
 from metanudge.tasks.images import is_picture
 from metanudge.tasks.omniglot_files import DownloadError
 from metanudge.tasks.standardise import Standardisation
+from metanudge.training import specs
 from metanudge.training.config import TrainConfig, flag
-from metanudge.training.device import device_called
+from metanudge.training.device import computing_in, device_called
 from metanudge.training.errors import UserError
 from metanudge.training.spec_language import known, normal, show_options, split_options
 from metanudge.training.specs import Shapes, convert, options_of
@@ -232,3 +238,78 @@ def check_splits(config: TrainConfig, source: Episodes) -> None:
             except ValueError as error:
                 without = f" Or do without this split: {off}." if off else ""
                 raise UserError(f"{config.data}: {error}{without}") from error
+
+
+# The learner
+
+
+def choose_device(config: TrainConfig) -> torch.device:
+    """The device of a run."""
+    return device_called(config.device)
+
+
+def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
+    """The learner that a configuration describes, with its initial weights, on its device.
+
+    `shapes` is an episode source, or anything else that says what the tasks look like.
+    """
+    device = choose_device(config)
+    solver, estimator = (
+        specs.build_solver(config.solver, shapes.kind),
+        specs.build_estimator(config.estimator),
+    )
+    # Weights are drawn on the CPU, so that they are the same wherever the run goes.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mix(config.seed, 1))
+        model = specs.build_model(config.model, shapes)
+    model = model.to(device, getattr(torch, config.dtype)).train()
+    loss = (
+        torch.nn.functional.cross_entropy
+        if shapes.kind == "classification"
+        else torch.nn.functional.mse_loss
+    )
+    try:
+        estimator.check(solver)
+        learner = MetaLearner(
+            model,
+            loss,
+            lam=config.lam,
+            learn_lam=None if config.learn_lam == "none" else config.learn_lam,
+            adapt=None if config.adapt == "*" else config.patterns,
+            solver=solver,
+            estimator=estimator,
+            engine=config.engine,
+            chunk=config.chunk,
+            compile=config.compile,
+            seed=config.seed,
+        )
+        estimator.check_problem(learner.problem())
+    except UnmatchedPattern as error:
+        raise UserError(f"--adapt {error.pattern!r} {error.problem}") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    return learner
+
+
+def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
+    """The configuration with every choice written out in one fixed way: specs canonical, `auto`
+    decided, paths absolute.
+    """
+    data = find_data(config.data)
+    return dataclasses.replace(
+        config,
+        data=data.name,
+        ways=source.ways if source.kind == "classification" else None,
+        shots=source.shots,
+        queries=source.queries,
+        data_options=data.all_options(config.data_options, source),
+        model=str(specs.parse_model(config.model, source)),
+        solver=str(specs.parse_solver(config.solver, source.kind)),
+        estimator=str(specs.parse_estimator(config.estimator)),
+        optimizer=str(specs.parse_optimizer(config.optimizer)),
+    )
+
+
+def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
+    """A context in which torch computes as a configuration asks for."""
+    return computing_in(config.precision, device)

@@ -1,5 +1,5 @@
-"""What a run leaves at its end: the test's result, summary.json and the learning curve; and the
-picture of an evaluation.
+"""What a run tells: the facts at its start; the test's result, summary.json and the learning curve
+at its end. And the picture of an evaluation.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from metanudge.evaluation import Evaluation, ci95
 from metanudge.learner import MetaLearner
+from metanudge.names import clock
+from metanudge.tasks import Episodes
+from metanudge.tasks.images import is_picture
 from metanudge.training.config import TrainConfig
 from metanudge.training.device import environment
+from metanudge.training.distributed import Group
 from metanudge.training.files import (
     SEAL,
     is_intact,
@@ -22,10 +28,11 @@ from metanudge.training.files import (
     read_bytes,
     replacing,
     seal,
+    without_nan,
     write_text,
 )
-from metanudge.training.metrics import read_metrics, stiffness
-from metanudge.training.runs import CURVE, METRICS, SUMMARY, choose_device
+from metanudge.training.metrics import describe_stiffness, read_metrics, stiffness
+from metanudge.training.runs import CURVE, METRICS, SUMMARY
 from metanudge.version import __version__
 
 if TYPE_CHECKING:
@@ -34,11 +41,47 @@ if TYPE_CHECKING:
 _INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
 
 
+def facts(
+    config: TrainConfig, source: Episodes, learner: MetaLearner, group: Group
+) -> list[tuple[str, str]]:
+    """What is being trained, how and on what."""
+    shape = f"regression, {source.shots} support and {source.queries} query points"
+    if source.kind == "classification":
+        shape = f"{source.ways}-way {source.shots}-shot, {source.queries} queries"
+    device, own = learner.problem().device, group.slice(config.tasks)
+    engine, why = learner.choose_engine(source.batch(range(max(1, len(own)))))
+    threads = torch.get_num_threads()
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {threads} thread{'s' * (threads > 1)}"
+    )
+    plain = config.precision == "fp32" or (config.precision == "tf32" and device.type == "cpu")
+    where = f"{name}, {config.dtype}" + ("" if plain else f", {config.precision}")
+    return [
+        ("data", f"{config.data}: {shape}; {config.tasks} tasks per meta-step"),
+        ("inputs", describe_inputs(source)),
+        ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
+        ("estimator", f"{config.estimator} with {config.solver}"),
+        ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
+        ("engine", f"{engine.name} ({why})"),
+        ("device", where + (f"; {group.world} processes" if group.world > 1 else "")),
+    ]
+
+
+def describe_inputs(source: Episodes) -> str:
+    """The shape of one example, and what was decided about it."""
+    shape = source.input_shape
+    size = "×".join(map(str, shape))
+    what = f"images {size}" if is_picture(shape) else f"{size} number{'s' * (shape != (1,))}"
+    return what + (f" ({source.note})" if source.note else "")
+
+
 def tested(result: Evaluation) -> dict[str, Any]:
     """The test's result as JSON values, with 95 % confidence intervals over the tasks; None for
     what is not finite.
     """
-    values = {
+    values: dict[str, Any] = {
         "tasks": len(result.loss),
         "loss": result.mean_loss,
         "loss_ci95": ci95(result.loss),
@@ -47,10 +90,7 @@ def tested(result: Evaluation) -> dict[str, Any]:
         "accuracy_ci95": result.accuracy_ci95,
         "accuracy_before": float(result.accuracy_before.mean()),
     }
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+    return without_nan(values)
 
 
 @dataclass(frozen=True)
@@ -85,8 +125,8 @@ def write_summary(
     best = outcome.best
     summary = {
         "version": __version__,
-        **environment(choose_device(config), processes=processes),
-        "parameters": trainable(learner),
+        **environment(learner.problem().device, processes=processes),
+        "parameters": _trainable(learner),
         **({"lam": stiffness(learner)} if learner.log_lam is not None else {}),
         "steps": outcome.step,
         "checkpoint": "best" if best is not None else "last",
@@ -121,8 +161,61 @@ def check_summary(folder: Path, note: Callable[[str], None]) -> None:
         )
 
 
-def trainable(learner: MetaLearner) -> int:
-    """How many numbers of the model are trained."""
+def result_table(
+    folder: Path, config: TrainConfig, outcome: Outcome, learner: MetaLearner
+) -> list[tuple[str, str]]:
+    """The result for the screen."""
+    best, test = outcome.best, outcome.test
+    lines = [
+        (
+            "meta-steps",
+            f"{outcome.step} in {clock(outcome.seconds)}"
+            + (" (this part of the run)" if outcome.resumed else ""),
+        )
+    ]
+    if best is not None:
+        good = (
+            f"{best['accuracy']:.2%}"
+            if best["accuracy"] is not None
+            else f"loss {best['loss']:.4g}"
+        )
+        lines.append(
+            ("best validation", f"{good} at step {best['step']} ({config.eval_tasks} tasks)")
+        )
+    if test is not None:
+        if test["accuracy"] is not None:
+            accuracy = f"{test['accuracy']:.2%} ± {test['accuracy_ci95'] or math.nan:.2%}"
+            lines.append(("test accuracy", f"{accuracy} (95 % CI, {test['tasks']} tasks)"))
+            lines.append(("before adaptation", f"{test['accuracy_before']:.2%}"))
+        loss = f"{_number(test['loss'])} ± {_number(test['loss_ci95'])}"
+        lines.append(("test loss", f"{loss} (before adaptation {_number(test['loss_before'])})"))
+    learned = describe_stiffness(stiffness(learner))
+    if learned is not None:
+        lines.append(("learned stiffness", learned))
+    return [*lines, ("curve", str(folder / CURVE)), ("summary", str(folder / SUMMARY))]
+
+
+def _term(config: TrainConfig, learner: MetaLearner) -> str:
+    """λ, whether it is learned, and what adapts."""
+    problem = learner.problem()
+    text = f"λ = {config.lam:g}"
+    if learner.log_lam is not None:
+        text += " to begin with, learned" + (
+            "" if config.learn_lam == "scalar" else f" per {config.learn_lam}"
+        )
+    if problem.shared:
+        text += (
+            f"; {sum(p.numel() for p in problem.parameters.values()):,} adapt ({config.adapt}), the"
+            " others are shared"
+        )
+    return text
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _trainable(learner: MetaLearner) -> int:
     return sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
 
 

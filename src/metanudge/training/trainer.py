@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import shlex
 import time
 from collections.abc import Iterator
@@ -21,19 +20,8 @@ from typing import Any
 import torch
 
 from metanudge.estimators import NonFiniteError
-from metanudge.tasks import Episodes
-from metanudge.training import specs
-from metanudge.training.advice import (
-    DivergenceWatch,
-    DurationWatch,
-    OutOfMemory,
-    check_data_fits,
-    check_solves_fit,
-    check_steps,
-)
-from metanudge.training.checkpoint import CheckpointError, CheckpointStore
-from metanudge.training.config import TrainConfig
-from metanudge.training.continuing import check_data, check_unchanged, say_what_differs
+from metanudge.training.checkpoint import CheckpointStore
+from metanudge.training.config import TrainConfig, own_code
 from metanudge.training.device import environment
 from metanudge.training.distributed import Group
 from metanudge.training.errors import (
@@ -42,35 +30,26 @@ from metanudge.training.errors import (
     EXIT_NOT_FINITE,
     EXIT_OUT_OF_MEMORY,
     EXIT_SIGINT,
+    CheckpointError,
+    Interrupted,
+    StopRequest,
     StopTraining,
 )
-from metanudge.training.lock import RunLock
-from metanudge.training.loop import Course, Surroundings, Trainer, load_weights, weights_of
-from metanudge.training.metrics import MetricsLog, Sink, Timing, check_sinks, open_sinks
-from metanudge.training.plan import Plan, claim, make_plan, try_out
+from metanudge.training.files import RunLock
+from metanudge.training.loop import OutOfMemory, Surroundings, Trainer, load_weights, weights_of
+from metanudge.training.metrics import MetricsLog, Sink, Timing, open_sinks
+from metanudge.training.plan import Plan, claim, make_plan, make_trainer, read_data, try_out
 from metanudge.training.progress import (
     ConsoleReporter,
+    DivergenceWatch,
+    DurationWatch,
     Quiet,
     Reporter,
-    facts,
     memory_used,
-    result_table,
 )
-from metanudge.training.runs import (
-    CHECKPOINTS,
-    METRICS,
-    TIMING,
-    DataShapes,
-    build_learner,
-    build_source,
-    check_splits,
-    choose_device,
-    precision,
-    resolve,
-)
-from metanudge.training.signals import Interrupted, StopRequest
-from metanudge.training.summary import Outcome, check_summary, tested, write_summary
-from metanudge.training.trust import own_code
+from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
+from metanudge.training.sources import DataShapes, precision
+from metanudge.training.summary import Outcome, facts, result_table, tested, write_summary
 from metanudge.version import __version__
 
 
@@ -96,8 +75,8 @@ def train(
             with RunLock(reporter.note, job=group.job) as lock:
                 config.check()
                 plan = group.share(lambda: make_plan(config, resume, group, lock))
-                config, source = _read_data(config, plan, around, allow_changed_data)
-                trainer = _make_trainer(config, plan, source, around)
+                config, source = read_data(config, plan, around, allow_changed_data)
+                trainer = make_trainer(config, plan, source, around)
                 with precision(config, source.device):
                     try_out(trainer.learner, source, config)
                     stop.patience = None
@@ -108,64 +87,6 @@ def train(
         finally:
             group.close()
     return EXIT_DONE
-
-
-def _read_data(
-    config: TrainConfig, plan: Plan, around: Surroundings, allow_changed: bool
-) -> tuple[TrainConfig, Episodes]:
-    """The source, and the configuration with every choice written out; checked against the data and
-    against the run that goes on.
-    """
-    group, note = around.group, around.note
-    device = choose_device(config)
-    check_sinks(config)
-    remembered = (
-        DataShapes.from_dict(plan.checkpoint.state["shapes"])
-        if plan.checkpoint is not None
-        else None
-    )
-    source = group.one_after_the_other(
-        lambda: build_source(config, device=device, remembered=remembered)
-    )
-    check_data_fits(config, source, len(group.slice(config.tasks)))
-    check_splits(config, source)
-    config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
-    config.check()  # once more: it has absolute paths now
-    if plan.saved is not None:
-        config = check_unchanged(plan, config, source)
-        check_data(plan, source, allow=allow_changed, note=note)
-        say_what_differs(plan, config, environment(device, processes=group.world), note)
-        if group.leads:
-            check_summary(plan.folder, note)
-    return config, source
-
-
-def _make_trainer(
-    config: TrainConfig, plan: Plan, source: Episodes, around: Surroundings
-) -> Trainer:
-    """A trainer where the run begins or goes on; its device is set up for bytes that repeat."""
-    learner = build_learner(config, source)
-    check_solves_fit(config, source, len(around.group.slice(config.tasks)), learner)
-    if plan.saved is None:
-        check_steps(config.lam, learner.solver)
-    groups = specs.parameter_groups(learner, config.lam_lr)
-    course = Course(
-        iterations=config.iterations,
-        tasks=config.tasks,
-        schedule=config.schedule,
-        clip=config.clip,
-        seed=config.seed,
-        metrics_every=config.metrics_every,
-    )
-    optimizer = specs.build_optimizer(config.optimizer, groups)
-    trainer = Trainer(learner, source, optimizer, course, around=around)
-    if plan.checkpoint is not None:
-        trainer.load(plan.checkpoint)
-    if source.device.type == "cuda":
-        torch.cuda.set_device(source.device)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    return trainer
 
 
 class Training:
@@ -426,4 +347,4 @@ class Training:
             ) from error
 
 
-__all__ = ["Course", "Trainer", "Training", "train"]
+__all__ = ["Trainer", "Training", "train"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from metanudge.names import clock
 from metanudge.training.errors import UserError
-from metanudge.training.output import clock
 from metanudge_lab.experiments import available, load
 from metanudge_lab.experiments.base import Drawing, Experiment, Result, Shown, Table
 from metanudge_lab.experiments.store import find, result_file

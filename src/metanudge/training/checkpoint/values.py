@@ -69,16 +69,26 @@ def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
         >>> unpack(tensors, document)
         {0: {'step': tensor(3.)}, 'betas': (0.9, 0.999)}
     """
-    tensors: dict[str, Tensor] = {}
+    packer = _Packer()
+    document = packer.encode(value, ())
+    return packer.tensors, document
 
-    def place(tensor: Tensor, path: tuple[Any, ...]) -> str:
+
+class _Packer:
+    """Takes a value apart, and has the tensors that were found in it."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def _place(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
         check_tensor(tensor, _spell(path))
         # The number makes the name unique: the keys 0 and "0" spell the same path.
-        name = f"{len(tensors)}:{'/'.join(str(key) for key in path)}"
-        tensors[name] = tensor
+        name = f"{len(self.tensors)}:{'/'.join(str(key) for key in path)}"
+        self.tensors[name] = tensor
         return name
 
-    def encode(value: Any, path: tuple[Any, ...]) -> Any:
+    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        """The document of the value at a place."""
         if len(path) > _DEEPEST:
             raise ValueError(
                 f"{_spell(path[:3])}... is nested more than {_DEEPEST} levels deep. Does it contain"
@@ -98,23 +108,23 @@ def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
         if kind is bytes:
             return {"$bytes": base64.b64encode(value).decode("ascii")}
         if kind is list:
-            return [encode(item, (*path, i)) for i, item in enumerate(value)]
+            return [self.encode(item, (*path, i)) for i, item in enumerate(value)]
         if kind is tuple:
-            return {"$tuple": [encode(item, (*path, i)) for i, item in enumerate(value)]}
+            return {"$tuple": [self.encode(item, (*path, i)) for i, item in enumerate(value)]}
         if kind in _MAPPINGS.values():
-            return encode_mapping(value, path)
+            return self._encode_mapping(value, path)
         if isinstance(value, Tensor):
-            name, order = place(value, path), _layout(value)
+            name, order = self._place(value, path), _layout(value)
             return {"$tensor": name} if order is None else {"$tensor": name, "order": order}
         if (array := _as_tensor(value)) is not None:
-            return {"$array" if kind is np.ndarray else "$scalar": place(array, path)}
+            return {"$array" if kind is np.ndarray else "$scalar": self._place(array, path)}
         raise TypeError(
             f"{_spell(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot"
             " hold. It holds None, bool, int, float, str, bytes, list, tuple, dict, tensors and"
             " NumPy arrays (no subclasses): convert it, or save its state_dict()."
         )
 
-    def encode_mapping(value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
+    def _encode_mapping(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
         for key in value:
             if isinstance(key, Tensor):
                 raise TypeError(
@@ -127,17 +137,14 @@ def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
         if type(value) is dict and all(
             type(key) is str and not key.startswith("$") for key in value
         ):
-            return {key: encode(item, (*path, key)) for key, item in value.items()}
+            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         tag = next(tag for tag, mapping in _MAPPINGS.items() if type(value) is mapping)
         return {
             tag: [
-                [encode(key, (*path, key)), encode(item, (*path, key))]
+                [self.encode(key, (*path, key)), self.encode(item, (*path, key))]
                 for key, item in value.items()
             ]
         }
-
-    document = encode(value, ())
-    return tensors, document
 
 
 def unpack(tensors: Mapping[str, Tensor], document: Any) -> Any:

@@ -88,11 +88,9 @@ class Preprocessing:
         inputs.
         """
         if tuple(raw.shape[1:]) != self.input_shape:
-            kind = (
-                f"{self.input_shape[0]} numbers"
-                if len(self.input_shape) == 1
-                else f"shape {self.input_shape}"
-            )
+            kind = f"shape {self.input_shape}"
+            if len(self.input_shape) == 1:
+                kind = f"{self.input_shape[0]} numbers"
             raise UserError(
                 f"{where} has shape {tuple(raw.shape[1:])}, but the run was trained on examples of"
                 f" {kind}. Give data of the same kind, or use a run that was trained on this kind."
@@ -109,13 +107,10 @@ def _table_options(run: Run) -> dict[str, Any]:
     """Label, columns and delimiter of the table that a run was trained on."""
     raw = split_options(run.config.data_options, "--data-options")
     read = {key: raw[key] for key in raw if key in ("label", "features", "delimiter")}
-    options = {
-        "label": "label",
-        "delimiter": None,
-        **convert(read, read_csv, "--data-options", "of a .csv file"),
-    }
+    options = convert(read, read_csv, "--data-options", "of a .csv file")
     # their order matters to the model
     columns = options.pop("features", None) or run.shapes.columns
     if columns is None and Path(run.config.data).is_file():
-        columns = [c for c in read_header(run.config.data, **options) if c != options["label"]]
+        label = options.get("label", "label")
+        columns = [name for name in read_header(run.config.data, **options) if name != label]
     return {**options, "columns": None if columns is None else tuple(columns)}
