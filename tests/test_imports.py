@@ -210,12 +210,6 @@ STILL_LATE = {
     ("chained.py", "engines"),
     ("__init__.py", "cuda"),
     ("__init__.py", "tail"),
-    ("measure.py", "runs"),
-    ("preprocessing.py", "runs"),
-    ("trust.py", "config"),
-    ("continuing.py", "plan"),
-    ("metrics.py", "config"),
-    ("summary.py", "report"),
 }
 
 
