@@ -8,9 +8,11 @@ that a print in grey and a colour-blind reader can tell them apart. The page rep
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -51,6 +53,20 @@ def line(method: str) -> dict[str, Any]:
     # markers that are all edge
     edge = look["color"] if look["marker"] in ("1", "2", "3", "4", "x", "+") else "none"
     return {"markersize": 5, "markeredgecolor": edge, **look, "label": method}
+
+
+def band(
+    axes: Axes,
+    curve: Mapping[Any, tuple[float, float, float]],
+    *,
+    alpha: float = 0.13,
+    **look: Any,
+) -> None:
+    """A line, and around it a band of the same colour: middle, lowest and highest at each place."""
+    at = list(curve)
+    middle, low, high = ([three[i] for three in curve.values()] for i in range(3))
+    axes.plot(at, middle, **look)
+    axes.fill_between(at, low, high, color=look["color"], alpha=alpha, linewidth=0)
 
 
 def figure(
@@ -108,3 +124,9 @@ def legend(axes: Axes, *, beside: bool = True, **options: Any) -> None:
         return
     place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)} if beside else {"loc": "best"}
     axes.legend(**{"frameon": False, "fontsize": 8.5, "labelcolor": INK, **place, **options})
+
+
+def figure_legend(figure: Figure, handles: Sequence[Artist], **options: Any) -> None:
+    """A legend for all axes of a figure, to their right unless `loc` says otherwise."""
+    look = {"loc": "outside right center", "frameon": False, "fontsize": 9, "labelcolor": INK}
+    figure.legend(handles=handles, **{**look, **options})

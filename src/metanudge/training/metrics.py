@@ -9,14 +9,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from metanudge.training.config import TrainConfig
+import torch
+
+from metanudge.learner import MetaLearner
 from metanudge.training.errors import UserError
-from metanudge.training.files import open_to_append, read_bytes
-from metanudge.training.sealed import parse_json
+from metanudge.training.files import open_to_append, parse_json, read_bytes, without_nan
 
 Values = Mapping[str, float | int | str | None]
 
@@ -62,11 +63,7 @@ class MetricsLog:
 
     def write(self, values: Values) -> None:
         """Add a line and hand it to the operating system."""
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in values.items()
-        }
-        line = json.dumps(clean, allow_nan=False).encode() + b"\n"
+        line = json.dumps(without_nan(values), allow_nan=False).encode() + b"\n"
         self._file.write(line)
         self._file.flush()
         self._digest.update(line)
@@ -162,6 +159,33 @@ class Timing:
         self._file.close()
 
 
+def stiffness(learner: MetaLearner) -> dict[str, float]:
+    """λ where it is learned: `lam`, or `lam.NAME` for each tensor (the geometric mean of its
+    entries); nothing where it is fixed.
+    """
+    if learner.log_lam is None:
+        return {}
+    named = dict(learner.log_lam.named_parameters())
+    means = torch.stack([p.detach().double().mean() for p in named.values()]).exp().tolist()
+    names = ["lam"] if learner.learn_lam == "scalar" else [f"lam.{name}" for name in named]
+    return dict(zip(names, means, strict=True))
+
+
+def describe_stiffness(values: Mapping[str, Any]) -> str | None:
+    """The λ among a meta-step's values in a word; None where there is none.
+
+    Example:
+        >>> (describe_stiffness({"lam": 1.5}),
+        ...     describe_stiffness({"lam.0.weight": 0.5, "lam.0.bias": 3.25, "residual": 9.0}))
+        ('λ 1.5', 'λ 0.5–3.25')
+    """
+    found = [value for name, value in values.items() if name == "lam" or name.startswith("lam.")]
+    if not found:
+        return None
+    low, high = f"{min(found):.3g}", f"{max(found):.3g}"
+    return f"λ {low}" if low == high else f"λ {low}–{high}"
+
+
 class Sink(Protocol):
     """Somewhere else that metrics go."""
 
@@ -172,28 +196,27 @@ class Sink(Protocol):
         """Finish."""
 
 
-def check_sinks(config: TrainConfig) -> None:
+def check_sinks(names: Sequence[str]) -> None:
     """Raise `UserError` where a package that was asked for is not installed, before anything is
     written.
     """
     import importlib.util
 
-    for name in ("tensorboard", "wandb"):
-        if getattr(config, name) and importlib.util.find_spec(name) is None:
+    for name in names:
+        if importlib.util.find_spec(name) is None:
             raise UserError(
                 f"--{name} needs the package {name}, which is not installed. Install it: pip"
                 f" install 'metanudge[{name}]'"
             )
 
 
-def open_sinks(config: TrainConfig, folder: Path) -> list[Sink]:
-    """The extra places that a configuration sends metrics to."""
-    sinks: list[Sink] = []
-    if config.tensorboard:
-        sinks.append(_TensorBoard(folder))
-    if config.wandb:
-        sinks.append(_Wandb(config, folder))
-    return sinks
+def open_sinks(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> list[Sink]:
+    """The extra places that a run sends metrics to."""
+    kinds: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
+        "tensorboard": _TensorBoard,
+        "wandb": _Wandb,
+    }
+    return [kinds[name](folder, settings) for name in names]
 
 
 def _numbers(values: Values) -> dict[str, float]:
@@ -205,7 +228,7 @@ def _numbers(values: Values) -> dict[str, float]:
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, _: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"))
@@ -219,13 +242,13 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         wandb: Any = __import__("wandb")
         self._run = wandb.init(
             project="metanudge",
             name=folder.name,
             dir=str(folder),
-            config=config.to_dict(),
+            config=dict(settings),
             resume="allow",
         )
 

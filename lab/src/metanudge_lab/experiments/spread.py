@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """Median, lowest and highest of some numbers; a run that diverged (NaN) counts as infinitely
     bad, which is high.
     """
@@ -103,6 +103,16 @@ class Mean:
         return cls(
             mean, t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
         )
+
+    @property
+    def half(self) -> float:
+        """The half-width, 0 where there is none."""
+        return 0.0 if math.isnan(self.ci95) else self.ci95
+
+    @property
+    def spread(self) -> Spread:
+        """Its interval as one to draw."""
+        return Spread(self.mean, self.mean - self.half, self.mean + self.half)
 
     def text(self, digits: int) -> str:
         """Such as "97.53 ± 0.12"; without an interval where there is none.
