@@ -67,11 +67,6 @@ class Wish:
         if self.chunk is not None:
             StackedEngine(self.chunk)
 
-    @property
-    def second_order(self) -> bool:
-        """Whether second derivatives will be taken."""
-        return self.estimator.graphs(self.solver) > 0
-
 
 class EngineChoice:
     """Chooses, and remembers what was found out on the way.
@@ -166,12 +161,12 @@ def _choose_on_cpu(
     size = _size(problem)
     if size <= LARGEST_STACKED_ON_CPU:
         return stacked, f"{size} parameters: on a CPU many small solves are faster side by side"
-    offers = offers_for(problem, batch)
-    if wish.second_order and offers:
+    offers, second_order = offers_for(problem, batch), wish.estimator.second_order(wish.solver)
+    if second_order and offers:
         return stacked, "second derivatives of a chain of layers are faster side by side"
     # gradients by shared parameters run layer by layer
     fused = bool(offers) and not problem.shared and all(offer.fused for offer in offers)
-    if fused and not wish.second_order:
+    if fused and not second_order:
         few = max(wish.estimator.width, NUMBERS_AT_ONCE_ON_CPU // size)
         rows = wish.chunk if wish.chunk is not None else few
         why = f"convolution blocks run as one operation, {rows} solves side by side"

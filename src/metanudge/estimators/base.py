@@ -37,6 +37,10 @@ class Estimator(ABC):
         """
         return 0
 
+    def second_order(self, solver: Solver) -> bool:
+        """Whether it needs second derivatives."""
+        return self.graphs(solver) > 0
+
     def check(self, solver: Solver) -> None:  # noqa: B027 (most work with any)
         """Raise where the estimator cannot work with this solver."""
 

@@ -309,7 +309,7 @@ def _at_once(learner: MetaLearner, source: Episodes) -> float:
     if (
         not isinstance(engine, StackedEngine)
         or source.device.type != "cpu"
-        or learner.estimator.graphs(learner.solver)
+        or learner.estimator.second_order(learner.solver)
     ):
         return 1
     return engine.chunk or math.inf

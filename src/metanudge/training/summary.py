@@ -48,7 +48,7 @@ def facts(
     device, own = learner.problem().device, group.slice(config.tasks)
     batch = source.batch(range(max(1, len(own))))
     engine, why = learner.choose_engine(batch)
-    second_order = learner.estimator.graphs(learner.solver) > 0
+    second_order = learner.estimator.second_order(learner.solver)
     path = engine.path(learner.problem(), batch, second_order=second_order)
     threads = torch.get_num_threads()
     name = (
