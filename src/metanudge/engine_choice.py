@@ -1,25 +1,18 @@
-"""Which engine a learner's tasks run on, how many solves side by side, and under which
-conditions.
-"""
+"""Which engine a learner's tasks run on, and how many solves side by side."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-import torch
-
 from metanudge.engines import Engine, InplaceEngine, StackedEngine, StackingError
 from metanudge.engines.room import bytes_per_row, free_memory, rows_that_fit
-from metanudge.engines.stacked import Recorder, compilation, new_recorder, offers_for
-from metanudge.engines.undisturbed import claimed, restored, uninterrupted
+from metanudge.engines.stacked import Recorder, new_recorder, offers_for
 from metanudge.estimators import Estimator
 from metanudge.problem import Problem
-from metanudge.setting import Setting
 from metanudge.solvers import LinearSolver, Solver
 from metanudge.task import TaskBatch
 
@@ -177,21 +170,3 @@ def _choose_on_cpu(
 
 def _size(problem: Problem) -> int:
     return sum(p.numel() for p in (*problem.parameters.values(), *problem.shared.values()))
-
-
-@contextmanager
-def at_work(setting: Setting, *, compile: bool, alone: bool = True) -> Iterator[Problem]:
-    """Within, signals wait, the model is ours (or at least nobody else's), and gradients are on, as
-    inner solves need them.
-    """
-    enabled = torch.is_grad_enabled()
-    with (
-        uninterrupted(),
-        claimed(setting.last_problem, alone=alone),
-        restored(lambda: torch._C._set_grad_enabled(enabled)),
-    ):
-        # only now: another thread's work would look like exchanged parameters
-        problem = setting.problem()
-        compiling = nullcontext() if compile else compilation(False)
-        with torch.inference_mode(False), torch.enable_grad(), compiling:
-            yield problem

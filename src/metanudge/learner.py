@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from metanudge.engine_choice import EngineChoice, EngineName, Wish, at_work
+from metanudge.engine_choice import EngineChoice, EngineName, Wish
 from metanudge.engines import Engine
 from metanudge.engines.randomness import mix
 from metanudge.engines.undisturbed import obey
@@ -21,7 +21,7 @@ from metanudge.evaluation import Evaluation, adapted, evaluate, with_steps
 from metanudge.params import Params
 from metanudge.problem import Loss, Problem
 from metanudge.proximal import Per, Regulariser, Stiffness
-from metanudge.setting import Setting, add_to_grad, meta_loss
+from metanudge.setting import Setting, add_to_grad, at_work, meta_loss
 from metanudge.solvers import EXAMPLES, GradientDescent, Solver
 from metanudge.solvers.base import check_kind
 from metanudge.task import Batch, Task, TaskBatch
@@ -105,7 +105,7 @@ class MetaLearner(Setting):
         self._choice = EngineChoice()
         self._watch = Watch()
         self._wish()
-        self.settle()
+        self._settle()
 
     def backward(
         self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0
@@ -239,7 +239,7 @@ class MetaLearner(Setting):
     def extra_repr(self) -> str:
         """Solver, estimator and engine, for `repr`."""
         how = f"solver={self.solver!r}, estimator={self.estimator!r}, engine={self.engine!r}"
-        return f"{self.describe()}, {how}"
+        return f"{self._describe()}, {how}"
 
     def _wish(self) -> Wish:
         return Wish(self.engine, self.chunk, self.estimator, self.solver)

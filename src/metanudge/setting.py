@@ -5,11 +5,14 @@ meta-gradient reaches `.grad`, or autograd.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from metanudge.engines.stacked import compilation
+from metanudge.engines.undisturbed import claimed, restored, uninterrupted
 from metanudge.params import Params
 from metanudge.problem import Loss, Objective, Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
@@ -56,7 +59,7 @@ class Setting(nn.Module):
         self.log_lam: LogStiffness | None = None
         self._made: tuple[Hashable, Problem, Any] | None = None
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Make the problem, with λ among the parameters where it is learned; nothing else may be
         asked before.
         """
@@ -65,7 +68,7 @@ class Setting(nn.Module):
             self.log_lam = LogStiffness(self.lam, self.learn_lam, fixed.parameters)
             self.problem()
 
-    def describe(self) -> str:
+    def _describe(self) -> str:
         """What ties a task to θ, and what adapts, for `repr`."""
         term: dict[str, object] = {"lam": self.lam}
         if self.regulariser is not None:
@@ -87,12 +90,6 @@ class Setting(nn.Module):
             # to another.
             lam = dict(self.lam) if isinstance(self.lam, Mapping) else self.lam
             self._made = (key, problem, (lam, self.log_lam))
-        return self._made[1]
-
-    @property
-    def last_problem(self) -> Problem:
-        """The problem as it stood when it was last asked for."""
-        assert self._made is not None
         return self._made[1]
 
     def stiffness(self) -> Params:
@@ -147,6 +144,25 @@ def _fingerprint(lam: Stiffness) -> Hashable:
     if isinstance(lam, Mapping):
         return tuple((name, _fingerprint(value)) for name, value in lam.items())
     return (id(lam), lam._version) if isinstance(lam, Tensor) else lam
+
+
+@contextmanager
+def at_work(setting: Setting, *, compile: bool, alone: bool = True) -> Iterator[Problem]:
+    """Within, signals wait, the model is ours (or at least nobody else's), and gradients are on, as
+    inner solves need them.
+    """
+    enabled = torch.is_grad_enabled()
+    assert setting._made is not None
+    with (
+        uninterrupted(),
+        claimed(setting._made[1], alone=alone),
+        restored(lambda: torch._C._set_grad_enabled(enabled)),
+    ):
+        # only now: another thread's work would look like exchanged parameters
+        problem = setting.problem()
+        compiling = nullcontext() if compile else compilation(False)
+        with torch.inference_mode(False), torch.enable_grad(), compiling:
+            yield problem
 
 
 def add_to_grad(gradient: Params, parameters: dict[str, nn.Parameter]) -> None:
