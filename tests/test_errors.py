@@ -308,7 +308,7 @@ def test_estimators_and_solvers_that_do_not_fit(
 
 @pytest.mark.parametrize(
     "estimator",
-    [mn.MAML(), mn.Exact(), mn.FOBMAML(stencil="tangent")],
+    [mn.MAML(products="unrolled"), mn.Exact(), mn.FOBMAML(stencil="tangent")],
     ids=lambda e: type(e).__name__,
 )
 def test_estimators_that_need_the_stacked_engine(estimator: Any):

@@ -60,7 +60,8 @@ class MetaLearner(nn.Module):
         lam: stiffness λ of the proximal term ½λ‖φ − θ‖², 2.0 by default: a number, a mapping from
             parameter name to a number, or to a tensor of the parameter's shape; or an operator, a
             function that multiplies one task's dict of displacements with a symmetric
-            positive-definite matrix (checked on random directions).
+            positive-definite matrix (checked on random directions). `MAML`, `FOMAML` and `Reptile`
+            take 0, too: no proximal term.
         learn_lam: meta-learn λ as well, starting at `lam`: `"scalar"`, one for all parameters,
             `"tensor"`, one each, or `"parameter"`, one per entry. Kept as log λ in
             `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a
@@ -171,6 +172,7 @@ class MetaLearner(nn.Module):
             patterns,
             id(self.regulariser),
             id(self.log_lam),
+            self.estimator.needs_stiffness,
         )
         if self._cached is None or self._cached[0] != key:
             # What the key knows by its id is kept alive with it: a freed object's id may be given
@@ -184,7 +186,11 @@ class MetaLearner(nn.Module):
             )
             term = self.log_lam if self.log_lam is not None else self.lam
             problem = Problem(
-                Objective(self.model, self.loss), term, adapt=patterns, regulariser=self.regulariser
+                Objective(self.model, self.loss),
+                term,
+                adapt=patterns,
+                regulariser=self.regulariser,
+                zero_lam=not self.estimator.needs_stiffness,
             )
             self._choice.cannot_stack = None
             self._cached = (key, problem, kept)

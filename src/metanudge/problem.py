@@ -220,6 +220,7 @@ class Problem:
             parameter's shape), or an operator. Names left out of a mapping are an error.
         adapt: patterns of the names of parameters that adapt; all by default.
         regulariser: R(φ, θ) in place of the term that `lam` describes.
+        zero_lam: λ may be 0 as well.
 
     Attributes:
         parameters: those that adapt.
@@ -237,6 +238,7 @@ class Problem:
         *,
         adapt: str | Sequence[str] | None = None,
         regulariser: Regulariser | None = None,
+        zero_lam: bool = False,
     ) -> None:
         self.objective = objective
         trainable = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
@@ -257,7 +259,9 @@ class Problem:
         self.parameters = {n: p for n, p in trainable.items() if n in adapting}
         self.shared = {n: p for n, p in trainable.items() if n not in adapting}
         self.proximal = (
-            lam if isinstance(lam, Proximal) else proximal_term(lam, self.parameters, regulariser)
+            lam
+            if isinstance(lam, Proximal)
+            else proximal_term(lam, self.parameters, regulariser, zero=zero_lam)
         )
         self.meta_parameters: dict[str, nn.Parameter] = {**trainable, **self.proximal.learned}
 

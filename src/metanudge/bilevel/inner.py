@@ -252,6 +252,24 @@ class BilevelInner(Inner):
             for n, t in x.items()
         }
 
+    def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
+        """∂g by φ and by x."""
+        x, phi = _variables(self.problem.shared), _variables(self.problem.phi(d))
+        value = self.problem.evaluate("inner", x, phi, step)
+        self._count("inner")
+        return self._by_both(gradients(value, {**phi, **x}), d, x)
+
+    def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
+        """∂⟨∂_φ g, v⟩ by φ and by x."""
+        x, phi = _variables(self.problem.shared), _variables(self.problem.phi(d))
+        _, g = self._graph("inner", x, phi, step)
+        return self._by_both(self._second(g, v, {**phi, **x}), d, x)
+
+    def _by_both(self, g: Gradients, d: Params, x: Params) -> Params:
+        self.depends_on_x = self.depends_on_x or any(g[n] is not None for n in x)
+        by_x = {n: (torch.zeros_like(t) if (leaf := g[n]) is None else leaf) for n, t in x.items()}
+        return {**_rows(g, d), **{n: leaf.unsqueeze(0) for n, leaf in by_x.items()}}
+
     def hessian(self, d: Params) -> Tensor:
         """That of g in φ, row by row from one graph; refused where it is singular."""
         phi = _variables(self.problem.phi(d))

@@ -56,9 +56,11 @@ class Inner(ABC):
     Attributes:
         reports_solution: whether the un-nudged solution is wanted for itself, and solved for where
             the estimator does without.
+        unrolls: whether it knows `unrolled_gradient`.
     """
 
     reports_solution = False
+    unrolls = True
 
     def __init__(self, problem: TwoLevels, places: Sequence[int], cost: Cost) -> None:
         self.problem = problem
@@ -208,6 +210,18 @@ class Inner(ABC):
         self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
     ) -> tuple[Tensor, Params, Params]:
         """Losses, gradient, and Hessian of f̂(θ + d) + ν f(θ + d) times v."""
+
+    def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
+        """∇f̂(θ + d) in an inner step by all that it depends on: what adapts and, row by row, the
+        shared parameters.
+        """
+        assert not self.problem.shared
+        return self.data_gradient(d, None, step, batch_size)[1]
+
+    def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
+        """How `support_gradient` changes as φ moves along v: second derivatives of f̂ times v."""
+        assert not self.problem.shared
+        return self.data_hvp(d, v, None, step, batch_size)[2]
 
     @abstractmethod
     def apart(self, row: int) -> Inner:

@@ -159,6 +159,7 @@ class InplaceInner(Inner):
     """One task on the user's module."""
 
     problem: Problem
+    unrolls = False
 
     def __init__(
         self, problem: Problem, place: int, task: Task, guard: Guard, draws: Draws, cost: Cost
@@ -254,25 +255,56 @@ class InplaceInner(Inner):
 
     def shared_hvp(self, d: Params, v: Params) -> Params:
         """∂²f̂/∂ω∂φ v by double backward."""
+        mixed = self._second_derivatives(d, v, 0, None, by=self.problem.shared)
+        return {n: row(leaf) for n, leaf in mixed.items()}
+
+    def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
+        """By all that requires grad, in one backward pass."""
+        if not self.problem.shared:
+            return super().support_gradient(d, step, batch_size)
         self._write(d)
-        shared, leaves = self.problem.shared, list(self.problem.parameters.values())
+        with self._guard.sharing():
+            self._backward(self._support(step, batch_size), step, "support", None)
+        self.cost.support_gradients += 1
+        return self._collect() | self._collect(self.problem.shared)
+
+    def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
+        """By all that requires grad, in one double backward."""
+        if not self.problem.shared:
+            return super().support_hvp(d, v, step, batch_size)
+        by = {**self.problem.parameters, **self.problem.shared}
+        found = self._second_derivatives(d, v, step, batch_size, by=by)
+        return {n: row(leaf) for n, leaf in found.items()}
+
+    def _second_derivatives(
+        self,
+        d: Params,
+        v: Params,
+        step: int,
+        batch_size: int | None,
+        *,
+        by: Mapping[str, Tensor],
+    ) -> Params:
+        """The gradient of ⟨∇_φ f̂, v⟩ by shared parameters, or by those that adapt as well."""
+        self._write(d)
+        leaves = list(self.problem.parameters.values())
         directions = [v[n][0].to(p.dtype) for n, p in self.problem.parameters.items()]
         with self._guard.sharing(), sdpa_kernel(SDPBackend.MATH):
-            loss = self._loss(self._task.support, 0, "support")
+            loss = self._loss(self._support(step, batch_size), step, "support")
             g = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
             along = [leaf for leaf in zip(g, directions, strict=True) if leaf[0].requires_grad]
-            mixed = [torch.zeros_like(p) for p in shared.values()]
+            found = [torch.zeros_like(p) for p in by.values()]
             if along:
                 outputs, weights = zip(*along, strict=True)
-                mixed = list(
+                found = list(
                     torch.autograd.grad(
-                        outputs, list(shared.values()), grad_outputs=weights, materialize_grads=True
+                        outputs, list(by.values()), grad_outputs=weights, materialize_grads=True
                     )
                 )
         self.cost.support_gradients += 1
         self.cost.hessian_products += 1
         self._guard.restore_buffers()
-        return {n: row(leaf) for n, leaf in zip(shared, mixed, strict=True)}
+        return dict(zip(by, found, strict=True))
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d."""

@@ -1,0 +1,86 @@
+"""H w, the Hessian of the support loss at a point of a solve times a vector: by autograd, or from
+two plain gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from metanudge.engines import Inner
+from metanudge.params import Params, norm, per_row
+
+
+class Products(Protocol):
+    """How ∂²f̂/∂φ² and, where layers are shared, ∂²f̂/∂ω∂φ are multiplied with a vector."""
+
+    name: str
+
+    def __call__(
+        self, inner: Inner, d: Params, w: Params, step: int, batch_size: int | None
+    ) -> Params:
+        """How the gradient of f̂ at θ + d, by all it depends on, changes as φ moves along w; with
+        the data and the random numbers of an inner step.
+        """
+
+
+class Autograd:
+    """Exact, by one double backward: the activations of one step with their graph, and one support
+    gradient and one Hessian-vector product each.
+    """
+
+    name = "autograd"
+
+    def __call__(
+        self, inner: Inner, d: Params, w: Params, step: int, batch_size: int | None
+    ) -> Params:
+        """By `Inner.support_hvp`."""
+        return inner.support_hvp(d, w, step, batch_size)
+
+
+class Difference:
+    """[∇f̂(φ + εw) − ∇f̂(φ − εw)] / 2ε: two plain support gradients, nothing differentiated twice.
+
+    Args:
+        epsilon: ‖εw‖ as a multiple of 1 + ‖φ‖. The error is of order ε² where f̂ is smooth, plus
+            the gradients' rounding divided by ε.
+    """
+
+    name = "difference"
+
+    def __init__(self, epsilon: float) -> None:
+        self.epsilon = epsilon
+
+    def __call__(
+        self, inner: Inner, d: Params, w: Params, step: int, batch_size: int | None
+    ) -> Params:
+        """The two gradients side by side where the engine can."""
+        theta = inner.theta
+        size = 1 + norm({n: theta[n] + leaf for n, leaf in d.items()})
+        length = norm(w)
+        # nothing to move along: the difference of equal gradients is zero for any length
+        epsilon = self.epsilon * size / torch.where(length > 0, length, torch.ones_like(length))
+        total: Params = {}
+        for signs in inner.parts((1.0, -1.0)):
+            moved = {
+                n: torch.cat(
+                    [torch.addcmul(leaf, w[n], per_row(epsilon, leaf), value=s) for s in signs]
+                )
+                for n, leaf in d.items()
+            }
+            g = inner.support_gradient(moved, step, batch_size)
+            del moved
+            for name, leaf in g.items():
+                parts = leaf.unflatten(0, (len(signs), -1))
+                for sign, part in zip(signs, parts, strict=True):
+                    _add(total, name, part, sign)
+        return {n: leaf.div_(per_row(2 * epsilon, leaf)) for n, leaf in total.items()}
+
+
+def _add(total: Params, name: str, part: Tensor, sign: float) -> None:
+    if name in total:
+        total[name].add_(part, alpha=sign)
+    else:
+        total[name] = part * sign
