@@ -15,8 +15,10 @@ from metanudge.estimators.total import MetaGradient
 from metanudge.names import near
 from metanudge.params import norm
 from metanudge.problem import TwoLevels
-from metanudge.solvers.adjoint import LinearUpdate
-from metanudge.solvers.base import LinearSolver, Solver, check_positive
+from metanudge.solvers import TorchOptimizer
+from metanudge.solvers.adjoint import LinearUpdate, Update
+from metanudge.solvers.base import LinearSolver, Oracle, Solver, check_positive
+from metanudge.solvers.optimizer_update import OptimizerUpdate, rule_of
 from metanudge.solvers.trajectory import Keep, solve
 
 How = Literal["auto", "unrolled", "autograd", "difference"]
@@ -45,7 +47,8 @@ class MAML(Estimator):
     Hessian-vector products in the backward pass; memory grows with every differentiated step. With
     autograd products K more support gradients, and the graph of one step at a time; with
     differences 3K support gradients and one query gradient, and the memory of one gradient. Also
-    K displacements are kept (`trajectory`). Needs `GradientDescent` or `Nesterov`.
+    K displacements are kept (`trajectory`), with Adam K gradients and twice K moments, too. Needs
+    `GradientDescent` or `Nesterov`, or one step at a time `TorchOptimizer` with SGD, Adam or AdamW.
     """
 
     truncate: int | None = None
@@ -84,11 +87,14 @@ class MAML(Estimator):
 
     def check(self, solver: Solver) -> None:
         """The solver's steps must be differentiable."""
-        if not isinstance(solver, LinearSolver):
+        if isinstance(solver, TorchOptimizer) and self.products != "unrolled":
+            rule_of(solver)
+        elif not isinstance(solver, LinearSolver):
+            name = type(solver).__name__
+            why = "updates in place" if name == "TorchOptimizer" else "has no update of fixed form"
             raise TypeError(
-                f"MAML differentiates the solver's steps, but {type(solver).__name__} updates in"
-                " place. Use GradientDescent or Nesterov, or an estimator that needs no graph"
-                " (FOBMAML, FOMAML, Reptile)."
+                f"MAML differentiates the solver's steps, but {name} {why}. Use GradientDescent or"
+                " Nesterov, or an estimator that needs no steps (FOBMAML, IMAML)."
             )
         if solver.tol is not None:
             raise ValueError(
@@ -109,7 +115,9 @@ class MAML(Estimator):
         """As many as the steps it differentiates at once."""
         if self.products == "difference":
             return 0
-        return min(1, self._last(solver)) if self.products == "autograd" else self._last(solver)
+        at_once = self._last(solver)
+        whole = self.products != "autograd" and isinstance(solver, LinearSolver)
+        return at_once if whole else min(1, at_once)
 
     def _last(self, solver: Solver) -> int:
         """How many steps are differentiated."""
@@ -117,20 +125,31 @@ class MAML(Estimator):
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the gradients of the adaptation of a group of tasks."""
-        assert isinstance(solver, LinearSolver)
         if total.metrics:
             total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
-        if self.products == "unrolled" or (self.products == "auto" and inner.unrolls):
+        if self._unrolls(inner, solver):
+            assert isinstance(solver, LinearSolver)
             g, solution = inner.unrolled_gradient(solver, unrolled=self._last(solver))
             total.record_solution(inner, solution)
             total.check(inner.places, "meta-gradient (after the query gradient)", norm(g))
             total.add(g, 1.0)
             return
         oracle = inner.oracle([0.0], None, None, None)
-        update = LinearUpdate(solver, oracle)
+        update = _update_of(solver, oracle)
         way = solve(update, oracle, last=self._last(solver), keep=self.trajectory)
         total.record_solution(inner, way.solution)
         walk_back(total, inner, way, update, self._products())
 
+    def _unrolls(self, inner: Inner, solver: Solver) -> bool:
+        auto = self.products == "auto" and inner.unrolls and isinstance(solver, LinearSolver)
+        return self.products == "unrolled" or auto
+
     def _products(self) -> Products:
         return Difference(self.epsilon) if self.products == "difference" else Autograd()
+
+
+def _update_of(solver: Solver, oracle: Oracle) -> Update:
+    if isinstance(solver, TorchOptimizer):
+        return OptimizerUpdate(solver)
+    assert isinstance(solver, LinearSolver)
+    return LinearUpdate(solver, oracle)
