@@ -313,9 +313,12 @@ class MetaLearner(nn.Module):
                 "first": first,
                 "captures": captures,
             }
-            return meta_gradient(
+            gradient, stats = meta_gradient(
                 problem, batch, solver=solver, estimator=estimator, engine=engine, **options
             )
+            if is_automatic(self.estimator) and stats.nu is None and self.tuner.last is not None:
+                stats = dataclasses.replace(stats, error=self.tuner.last.error)
+            return gradient, stats
 
         return self._on_engine(batch, problem, run)
 

@@ -184,6 +184,9 @@ class TwoLevels(Protocol):
     def shared(self) -> Mapping[str, Tensor]:
         """What both levels depend on directly, does not adapt, and gets a meta-gradient."""
 
+    twice_differentiable: bool
+    """Whether nothing is known against second derivatives of the inner loss."""
+
     @property
     def learns_theta(self) -> bool:
         """Whether θ, where φ starts and what the proximal term ties it to, gets a meta-gradient
@@ -230,6 +233,7 @@ class Problem:
     """
 
     learns_theta = True
+    twice_differentiable = True
 
     def __init__(
         self,

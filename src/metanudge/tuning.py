@@ -24,11 +24,15 @@ rung.
 
 From the shifted start ν has one more bound: that start, ν∇f/λ away from θ, should not be further
 away than the solution.
+
+The ε of `MAML(products="difference")` is chosen in the same way, from its meta-gradients at
+neighbouring ε.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -41,8 +45,11 @@ from metanudge.engines import Cost, Engine, Inner
 from metanudge.estimators.base import Estimator
 from metanudge.estimators.fobmaml import FOBMAML
 from metanudge.estimators.identity import centre_shift
+from metanudge.estimators.maml import MAML
+from metanudge.estimators.products import ladder
 from metanudge.estimators.run import check
 from metanudge.estimators.stencils import STENCILS
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, norm
 from metanudge.problem import Problem, TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
@@ -57,6 +64,7 @@ _FEW, _MANY = 10, 50
 _HOPELESS = 10.0
 _STEADY = 2
 _WORTHWHILE = 0.5
+_WORTH_HAVING = 0.3
 # Measured errors are 0.4 to 2 times r: linear models, perceptrons, convolutions and Transformers,
 # float32 and float64.
 _ROUNDINGS = 4.0
@@ -106,6 +114,7 @@ class NuEstimate:
         gradients: support and query gradients that it took, all tasks together.
         longest: the ν at which the shifted start of the median task is as far from θ as its
             solution; infinite for other starts.
+        symbol: what is chosen: ν, or ε of `MAML`'s differences.
     """
 
     nu: float
@@ -116,9 +125,12 @@ class NuEstimate:
     tasks: int
     gradients: int
     longest: float = math.inf
+    symbol: str = "ν"
 
     def __str__(self) -> str:
-        return f"ν {self.nu:.3g}, relative error of the difference about {self.error:.2g}"
+        return (
+            f"{self.symbol} {self.nu:.3g}, relative error of the difference about {self.error:.2g}"
+        )
 
 
 def estimate_nu(
@@ -161,6 +173,40 @@ def estimate_nu(
     longest = float(torch.cat(shifts).double().median().reciprocal()) if shifts else math.inf
     chosen = within(step_aware(solver.steps) if nu is None else nu, longest, nus)
     return NuEstimate(chosen, error, nus, disagreement, rounding, len(tasks), gradients, longest)
+
+
+def estimate_epsilon(
+    problem: Problem,
+    tasks: TaskBatch,
+    *,
+    estimator: MAML,
+    solver: Solver,
+    engine: Engine,
+    seed: int = 0,
+    first: int = 0,
+) -> NuEstimate:
+    """The ε of `MAML`'s differences at which the error on these tasks is about the least.
+
+    Cost: that of seven meta-gradients of these tasks. Memory: that of one, and a copy of it.
+    """
+    check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
+    epsilons, cost, found = ladder(problem), Cost(), _Disagreement()
+    for epsilon in epsilons:
+        total = MetaGradient(problem, len(tasks), metrics=False, seed=seed)
+        tried = replace(estimator, epsilon=epsilon)
+        with engine.session(
+            problem, tasks, width=tried.width, seed=seed, cost=cost, first=first
+        ) as groups:
+            for inner in groups:
+                tried.accumulate(inner, solver, total)
+        found.see(_Motion(problem, total.gradient))
+    disagreement, rounding = found.values()
+    epsilon_found, error = best_nu(epsilons, disagreement, order=2)
+    chosen = epsilons[0] if epsilon_found is None else epsilon_found
+    gradients = cost.support_gradients + cost.query_gradients
+    return NuEstimate(
+        chosen, error, epsilons, disagreement, rounding, len(tasks), gradients, symbol="ε"
+    )
 
 
 def within(nu: float, longest: float, nus: Sequence[float]) -> float:
@@ -256,14 +302,20 @@ def credible(nus: Sequence[float], disagreement: Sequence[float], *, order: int)
 
 
 class _Motion:
-    """dφ/dν at one ν, as it is summed up, and the rounding error to expect in it."""
+    """dφ/dν at one ν, as it is summed up (or the meta-gradient at one ε, whole), and the rounding
+    error to expect in it, where that is known.
+    """
 
-    def __init__(self, problem: TwoLevels) -> None:
-        self.sum = {
-            n: torch.zeros_like(p, dtype=problem.theta_dtypes[n], requires_grad=False)
-            for n, p in problem.parameters.items()
-        }
-        self._roundings: list[Tensor] = []
+    def __init__(self, problem: TwoLevels, whole: Params | None = None) -> None:
+        self.sum = (
+            {
+                n: torch.zeros_like(p, dtype=problem.theta_dtypes[n], requires_grad=False)
+                for n, p in problem.parameters.items()
+            }
+            if whole is None
+            else whole
+        )
+        self._roundings = [torch.zeros((), dtype=torch.float64, device=problem.device)]
 
     def add(self, rows: Params, weight: float) -> None:
         with torch.no_grad():
@@ -344,8 +396,8 @@ def _motions(
 
 
 class NuTuner:
-    """Keeps the ν of a learner whose estimator says `nu="auto"`: chooses it at the first meta-step
-    and again every so many.
+    """Keeps the ν of a learner whose estimator says `nu="auto"` (or the ε of one that says
+    `epsilon="auto"`): chooses it at the first meta-step and again every so many.
 
     What was found before counts half, and half again with every new look: a look is at a few tasks
     only, and θ moves slowly. ν is one of a few values, so that ranks and resumed runs agree on it.
@@ -422,11 +474,14 @@ class NuTuner:
                 rungs_at_once=len(tasks) // few,
             )
         self._made_for = (estimator, solver)
+        if isinstance(estimator, MAML):
+            assert self.nu is not None
+            return replace(estimator, epsilon=self.nu)
         return replace(estimator, nu=self.nu)
 
     def look(
         self,
-        estimator: FOBMAML,
+        estimator: FOBMAML | MAML,
         problem: Problem,
         tasks: TaskBatch,
         *,
@@ -437,22 +492,23 @@ class NuTuner:
         rungs_at_once: int = 1,
     ) -> NuEstimate:
         """Choose ν anew on these tasks."""
-        options: dict[str, Any] = {"seed": seed, "first": first, "rungs_at_once": rungs_at_once}
-        found = estimate_nu(
-            problem, tasks, estimator=estimator, solver=solver, engine=engine, **options
-        )
+        options: dict[str, Any] = {"solver": solver, "engine": engine, "seed": seed, "first": first}
+        if isinstance(estimator, MAML):
+            found = estimate_epsilon(problem, tasks, estimator=estimator, **options)
+            order = 2
+            _doubt(found)
+        else:
+            found = estimate_nu(
+                problem, tasks, estimator=estimator, rungs_at_once=rungs_at_once, **options
+            )
+            order = STENCILS[estimator.stencil].order
         if self._made_for is not None and self._made_for != (estimator, solver):
             self._disagreement = (
                 None  # what was found for another estimator says nothing about this one
             )
         before = self._disagreement if self._disagreement is not None else found.disagreement
         self._disagreement = [_mean(a, b) for a, b in zip(before, found.disagreement, strict=True)]
-        nu, _ = best_nu(
-            found.nus,
-            self._disagreement,
-            order=STENCILS[estimator.stencil].order,
-            rounding=found.rounding,
-        )
+        nu, _ = best_nu(found.nus, self._disagreement, order=order, rounding=found.rounding)
         self.nu = within(
             nu if nu is not None else self.nu if self.nu is not None else found.nu,
             found.longest,
@@ -490,6 +546,24 @@ def _mean(a: float, b: float) -> float:
     return math.hypot(min(a, _HOPELESS), min(b, _HOPELESS)) / math.sqrt(2)
 
 
-def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML]:
-    """Whether an estimator leaves the choice of ν to a tuner."""
-    return isinstance(estimator, FOBMAML) and estimator.automatic
+class ProductsWarning(UserWarning):
+    """No ε gives Hessian products by differences that are worth having."""
+
+
+def _doubt(found: NuEstimate) -> None:
+    if found.error < _WORTH_HAVING:
+        return
+    warnings.warn(
+        f"Hessian products by differences are not worth having here: MAML's gradients at"
+        f" neighbouring ε differ by {found.error:.0%} of themselves at best. ReLU and max-pooling"
+        " have kinks that differences in this precision cannot see past. Use"
+        ' MAML(products="autograd"), smooth activations (GELU, Softplus, average pooling), float64,'
+        " or FOBMAML().",
+        ProductsWarning,
+        stacklevel=2,
+    )
+
+
+def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML | MAML]:
+    """Whether an estimator leaves the choice of ν, or ε, to a tuner."""
+    return isinstance(estimator, FOBMAML | MAML) and estimator.automatic

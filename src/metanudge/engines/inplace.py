@@ -255,8 +255,8 @@ class InplaceInner(Inner):
 
     def shared_hvp(self, d: Params, v: Params) -> Params:
         """∂²f̂/∂ω∂φ v by double backward."""
-        mixed = self._second_derivatives(d, v, 0, None, by=self.problem.shared)
-        return {n: row(leaf) for n, leaf in mixed.items()}
+        found = self.support_hvp(d, v, 0, None)
+        return {n: found[n] for n in self.problem.shared}
 
     def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
         """By all that requires grad, in one backward pass."""
@@ -272,39 +272,40 @@ class InplaceInner(Inner):
         """By all that requires grad, in one double backward."""
         if not self.problem.shared:
             return super().support_hvp(d, v, step, batch_size)
-        by = {**self.problem.parameters, **self.problem.shared}
-        found = self._second_derivatives(d, v, step, batch_size, by=by)
-        return {n: row(leaf) for n, leaf in found.items()}
-
-    def _second_derivatives(
-        self,
-        d: Params,
-        v: Params,
-        step: int,
-        batch_size: int | None,
-        *,
-        by: Mapping[str, Tensor],
-    ) -> Params:
-        """The gradient of ⟨∇_φ f̂, v⟩ by shared parameters, or by those that adapt as well."""
         self._write(d)
-        leaves = list(self.problem.parameters.values())
-        directions = [v[n][0].to(p.dtype) for n, p in self.problem.parameters.items()]
-        with self._guard.sharing(), sdpa_kernel(SDPBackend.MATH):
-            loss = self._loss(self._support(step, batch_size), step, "support")
-            g = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
-            along = [leaf for leaf in zip(g, directions, strict=True) if leaf[0].requires_grad]
-            found = [torch.zeros_like(p) for p in by.values()]
-            if along:
-                outputs, weights = zip(*along, strict=True)
-                found = list(
-                    torch.autograd.grad(
-                        outputs, list(by.values()), grad_outputs=weights, materialize_grads=True
-                    )
-                )
+        with self._guard.sharing():
+            with sdpa_kernel(SDPBackend.MATH):
+                loss = self._loss(self._support(step, batch_size), step, "support")
+            self._bend(loss, v)
         self.cost.support_gradients += 1
         self.cost.hessian_products += 1
         self._guard.restore_buffers()
-        return dict(zip(by, found, strict=True))
+        return self._collect() | self._collect(self.problem.shared)
+
+    def _bend(self, loss: Tensor, v: Params) -> list[Tensor]:
+        """Leave the gradient of ⟨∇_φ loss, v⟩ in the module; returns ∇_φ loss.
+
+        By `backward`, which runs all of the graph: `torch.autograd.grad` passes over a derivative
+        that says it cannot be differentiated (`once_differentiable`), and takes it for a constant.
+        """
+        parameters = self.problem.parameters
+        g = torch.autograd.grad(
+            loss, list(parameters.values()), create_graph=True, materialize_grads=True
+        )
+        bent = [
+            (leaf, v[n][0].to(leaf.dtype))
+            for n, leaf in zip(parameters, g, strict=True)
+            if leaf.requires_grad
+        ]
+        if bent:  # a loss that is linear in the parameters has no second derivative at all
+            outputs, along = zip(*bent, strict=True)
+            try:
+                torch.autograd.backward(list(outputs), list(along))
+            except BaseException:  # what it has left behind is part of no gradient
+                for parameter in (*parameters.values(), *self.problem.shared.values()):
+                    parameter.grad = None
+                raise
+        return [leaf.detach() for leaf in g]
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d."""
@@ -325,7 +326,6 @@ class InplaceInner(Inner):
     ) -> tuple[Tensor, Params, Params]:
         """Losses, gradient and Hessian-vector product by double backward."""
         self._write(d)
-        leaves = list(self.problem.parameters.values())
         with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivatives
             total = self._loss(self._support(step, batch_size), step, "support")
             if offsets is not None:
@@ -333,22 +333,10 @@ class InplaceInner(Inner):
         self.cost.support_gradients += 1
         self.cost.query_gradients += 0 if offsets is None else 1
         self.cost.hessian_products += 1
-        g = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
-        directions = [v[n][0].to(p.dtype) for n, p in self.problem.parameters.items()]
-        if any(leaf.requires_grad for leaf in g):
-            hv = torch.autograd.grad(g, leaves, grad_outputs=directions, materialize_grads=True)
-        else:  # a loss that is linear in the parameters has no second derivative at all
-            hv = tuple(torch.zeros_like(p) for p in leaves)
+        g = self._bend(total, v)
         self._guard.restore_buffers()
-        dtypes = self.problem.theta_dtypes
-        return (
-            total.detach().reshape(1),
-            {
-                n: leaf.detach().unsqueeze(0).to(dtypes[n])
-                for n, leaf in zip(dtypes, g, strict=True)
-            },
-            {n: leaf.unsqueeze(0).to(dtypes[n]) for n, leaf in zip(dtypes, hv, strict=True)},
-        )
+        first = {n: row(leaf) for n, leaf in zip(self.problem.parameters, g, strict=True)}
+        return total.detach().reshape(1), first, self._collect()
 
     def apart(self, row: int) -> Inner:
         """A group of one is apart already."""

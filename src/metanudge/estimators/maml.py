@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator, refuse_stiffness
-from metanudge.estimators.products import Autograd, Difference, Products
+from metanudge.estimators.products import Autograd, Difference, Either, Products, usual_epsilon
 from metanudge.estimators.reverse import walk_back
 from metanudge.estimators.total import MetaGradient
 from metanudge.names import near
@@ -37,8 +37,12 @@ class MAML(Estimator):
             v − α(H v + λv) for gradient descent: `"autograd"` has H v from one double backward,
             exact like the first; `"difference"` from two plain gradients, [∇f̂(φ + εv) − ∇f̂(φ −
             εv)]/2ε, so that nothing is differentiated twice. `"auto"` is unrolled on the stacked
-            engine and autograd in place.
-        epsilon: ‖εv‖ of a difference, as a multiple of 1 + ‖φ‖.
+            engine; in place it is autograd, or differences where the model cannot be
+            differentiated twice or a double backward does not fit into memory.
+        epsilon: ‖εv‖ of a difference, as a multiple of 1 + ‖φ‖. `"auto"`, the default with
+            differences: from the precision of the gradients (`metanudge.engines.precision`) and,
+            where a learner trains, chosen on a few tasks as `FOBMAML(nu="auto")` chooses ν, with an
+            estimate of the error in the statistics.
         trajectory: where φ_0 … φ_{K−1} are kept for the way back: on the `"device"`, on the
             `"host"`, or `"recompute"`, every √K-th of them, from which the steps between are taken
             once more. `"auto"`: on the device, or on the host where that is too small.
@@ -53,7 +57,7 @@ class MAML(Estimator):
 
     truncate: int | None = None
     products: How = "auto"
-    epsilon: float = 1e-3
+    epsilon: float | Literal["auto"] = "auto"
     trajectory: Keep = "auto"
     repeats_itself = True
     needs_stiffness = False
@@ -73,7 +77,10 @@ class MAML(Estimator):
                     f"Unknown {name} {value!r}.{near(str(value), known)} Choose one of:"
                     f" {', '.join(known)}."
                 )
-        check_positive(self.epsilon, "epsilon", "It is relative to the parameters' norm.")
+        if self.epsilon != "auto":
+            check_positive(
+                self.epsilon, "epsilon", "It is relative to the parameters' norm; or 'auto'."
+            )
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -84,6 +91,11 @@ class MAML(Estimator):
     def width(self) -> int:
         """The two gradients of a difference."""
         return 2 if self.products == "difference" else 1
+
+    @property
+    def automatic(self) -> bool:
+        """Whether ε is to be chosen."""
+        return self.products == "difference" and self.epsilon == "auto"
 
     def check(self, solver: Solver) -> None:
         """The solver's steps must be differentiable."""
@@ -129,6 +141,7 @@ class MAML(Estimator):
             total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
         if self._unrolls(inner, solver):
             assert isinstance(solver, LinearSolver)
+            total.products = "unrolled"
             g, solution = inner.unrolled_gradient(solver, unrolled=self._last(solver))
             total.record_solution(inner, solution)
             total.check(inner.places, "meta-gradient (after the query gradient)", norm(g))
@@ -138,14 +151,19 @@ class MAML(Estimator):
         update = _update_of(solver, oracle)
         way = solve(update, oracle, last=self._last(solver), keep=self.trajectory)
         total.record_solution(inner, way.solution)
-        walk_back(total, inner, way, update, self._products())
+        products = self._products(inner)
+        walk_back(total, inner, way, update, products)
+        total.products = products.name
 
     def _unrolls(self, inner: Inner, solver: Solver) -> bool:
         auto = self.products == "auto" and inner.unrolls and isinstance(solver, LinearSolver)
         return self.products == "unrolled" or auto
 
-    def _products(self) -> Products:
-        return Difference(self.epsilon) if self.products == "difference" else Autograd()
+    def _products(self, inner: Inner) -> Products:
+        epsilon = usual_epsilon(inner.problem) if self.epsilon == "auto" else self.epsilon
+        if self.products == "auto":
+            return Either(epsilon)
+        return Difference(epsilon) if self.products == "difference" else Autograd()
 
 
 def _update_of(solver: Solver, oracle: Oracle) -> Update:

@@ -33,12 +33,13 @@ class Stats:
         delta: estimated precision δ of the inner solutions.
         nu: nudge used; None for estimators without one.
         error: estimated error of the finite difference from unconverged solves, ‖λδ/ν‖ summed over
-            the stencil, relative to the meta-gradient's norm; None for estimators without a
-            difference.
+            the stencil, relative to the meta-gradient's norm; for `MAML` by differences how far
+            neighbouring ε were apart when ε was chosen. None for estimators without a difference.
         gradient_norm: norm of the meta-gradient.
         support_gradients, query_gradients, hessian_products: evaluations per task.
         tasks: number of tasks.
         engine: where it ran.
+        products: how `MAML` multiplied with Hessians; None for other estimators.
     """
 
     query_loss_before: float
@@ -56,6 +57,7 @@ class Stats:
     hessian_products: float
     tasks: int
     engine: str
+    products: str | None = None
 
     @property
     def diverged(self) -> bool:
@@ -101,6 +103,7 @@ class MetaGradient:
         self.metrics = metrics
         self.seed = seed
         self.nu: float | None = None
+        self.products: str | None = None
         self._sums: dict[str, Tensor] = {}
         self._checks: list[_Check] = []
         self._sealed: Tensor
@@ -236,6 +239,7 @@ class MetaGradient:
             hessian_products=cost.hessian_products / self.num_tasks,
             tasks=self.num_tasks,
             engine=engine,
+            products=self.products,
         )
 
     def _mean(self, key: str, values: Tensor, share: float) -> None:
