@@ -316,8 +316,8 @@ class MetaLearner(nn.Module):
             gradient, stats = meta_gradient(
                 problem, batch, solver=solver, estimator=estimator, engine=engine, **options
             )
-            if is_automatic(self.estimator) and stats.nu is None and self.tuner.last is not None:
-                stats = dataclasses.replace(stats, error=self.tuner.last.error)
+            if is_automatic(self.estimator) and stats.nu is None:
+                stats = dataclasses.replace(stats, error=self.tuner.error_of_products(problem))
             return gradient, stats
 
         return self._on_engine(batch, problem, run)

@@ -518,6 +518,14 @@ class NuTuner:
         self.gradients += found.gradients
         return found
 
+    def error_of_products(self, problem: TwoLevels) -> float | None:
+        """How far meta-gradients at neighbouring ε are apart at the present one, by all looks so
+        far; None before the first.
+        """
+        if self._disagreement is None:
+            return None
+        return best_nu(ladder(problem), self._disagreement, order=2)[1]
+
     def count(self) -> None:
         """A meta-gradient was made with the present ν."""
         self._age += 1
@@ -554,11 +562,10 @@ def _doubt(found: NuEstimate) -> None:
     if found.error < _WORTH_HAVING:
         return
     warnings.warn(
-        f"Hessian products by differences are not worth having here: MAML's gradients at"
-        f" neighbouring ε differ by {found.error:.0%} of themselves at best. ReLU and max-pooling"
-        " have kinks that differences in this precision cannot see past. Use"
-        ' MAML(products="autograd"), smooth activations (GELU, Softplus, average pooling), float64,'
-        " or FOBMAML().",
+        "Hessian products by differences are not worth having here: at no ε are MAML's gradients"
+        " within a third of those at the next one. ReLU and max-pooling have kinks that differences"
+        ' in this precision cannot see past. Use MAML(products="autograd"), smooth activations'
+        " (GELU, Softplus, average pooling), float64, or FOBMAML().",
         ProductsWarning,
         stacklevel=2,
     )

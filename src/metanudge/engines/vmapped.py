@@ -25,7 +25,7 @@ from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.params import Flat, Params, flatten, norm, unflatten
 from metanudge.problem import LossError, Problem
-from metanudge.solvers.base import LinearSolver, Solution, unroll
+from metanudge.solvers.base import LinearSolver, Solution, bound, unroll
 from metanudge.task import Batch, Stack, map_tensors, num_examples
 
 _COLUMNS_AT_ONCE = 32
@@ -292,7 +292,12 @@ class StackedInner(Inner):
         self.cost.hessian_products += self.tasks * unrolled
         steps = torch.full((self.tasks,), len(losses), device=self.problem.device)
         return Solution(
-            d, steps, residuals[-1], residuals[-1] / self.problem.smallest_lam, losses, residuals
+            d,
+            steps,
+            residuals[-1],
+            bound(residuals[-1], self.problem.smallest_lam),
+            losses,
+            residuals,
         )
 
     def hessian(self, d: Params) -> Tensor:

@@ -124,10 +124,16 @@ class Trace:
             displacement,
             steps,
             residual,
-            residual / self._strong_convexity,
+            bound(residual, self._strong_convexity),
             torch.stack(self._losses),
             torch.stack(self._residuals),
         )
+
+
+def bound(residual: Tensor, strong_convexity: float | Tensor) -> Tensor:
+    """‖φ − φ*‖ at most, residual / μ; NaN where μ is 0, so that nothing is known."""
+    unknown = not isinstance(strong_convexity, Tensor) and strong_convexity == 0
+    return residual / (math.nan if unknown else strong_convexity)
 
 
 def join(solutions: list[Solution]) -> Solution:

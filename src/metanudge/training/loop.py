@@ -268,7 +268,8 @@ class Trainer:
         state, found = chosen
         tuner.load_state_dict(state)
         tuner.last = found
-        warning = self._watch.see_error(found.error)
+        # of ε the tuner has warned
+        warning = self._watch.see_error(found.error) if found.symbol == "ν" else None
         if warning is not None:
             self.reporter.note(warning)
 
