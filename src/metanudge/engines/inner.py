@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from metanudge.params import Flat, Params, dot, tiled
+from metanudge.params import Flat, Params, dot, per_row, tiled
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
 from metanudge.solvers.conjugate_gradient import LinearSolve
@@ -217,6 +217,25 @@ class Inner(ABC):
         """
         assert not self.problem.shared
         return self.data_gradient(d, None, step, batch_size)[1]
+
+    def support_difference(
+        self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None
+    ) -> Params:
+        """`support_gradient` at d + εv less that at d − εv, with one ε a row."""
+        total: Params = {}
+        for signs in self.parts((1.0, -1.0)):
+            moved = {
+                n: torch.cat(
+                    [torch.addcmul(leaf, v[n], per_row(epsilon, leaf), value=s) for s in signs]
+                )
+                for n, leaf in d.items()
+            }
+            for name, leaf in self.support_gradient(moved, step, batch_size).items():
+                parts = leaf.unflatten(0, (len(signs), -1))
+                for sign, part in zip(signs, parts, strict=True):
+                    known = total.get(name)
+                    total[name] = part * sign if known is None else known.add_(part, alpha=sign)
+        return total
 
     def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
         """How `support_gradient` changes as φ moves along v: second derivatives of f̂ times v."""

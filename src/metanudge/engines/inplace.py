@@ -268,6 +268,20 @@ class InplaceInner(Inner):
         self.cost.support_gradients += 1
         return self._collect() | self._collect(self.problem.shared)
 
+    def support_difference(
+        self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None
+    ) -> Params:
+        """Two backward passes into the same `.grad`, the second one with the other sign."""
+        batch, shared = self._support(step, batch_size), self.problem.shared
+        with self._guard.sharing() if shared else nullcontext():
+            for sign in (1.0, -1.0):
+                self._write(d, v, sign * epsilon[0])
+                self._backward(
+                    batch, step, "support", torch.tensor(sign, device=self.problem.device)
+                )
+                self.cost.support_gradients += 1
+        return self._collect() | (self._collect(shared) if shared else {})
+
     def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
         """By all that requires grad, in one double backward."""
         if not self.problem.shared:
@@ -347,8 +361,10 @@ class InplaceInner(Inner):
         self._write(d)
         self._guard.theta = {n: p.detach().clone() for n, p in self.problem.parameters.items()}
 
-    def _write(self, d: Params | None) -> None:
-        """Put φ = θ + d into the module."""
+    def _write(
+        self, d: Params | None, along: Params | None = None, by: Tensor | None = None
+    ) -> None:
+        """Put φ = θ + d into the module, or φ moved further along a direction."""
         theta = self._guard.theta
         with torch.no_grad():
             for name, parameter in self.problem.parameters.items():
@@ -357,7 +373,13 @@ class InplaceInner(Inner):
                 elif d[name].dtype == parameter.dtype:
                     torch.add(theta[name], d[name][0], out=parameter.data)
                 else:
-                    parameter.data.copy_(theta[name] + d[name][0])
+                    phi = theta[name] + d[name][0]
+                    if along is not None and by is not None:
+                        phi.addcmul_(along[name][0], by.to(phi))
+                    parameter.data.copy_(phi)
+                    continue
+                if along is not None and by is not None:
+                    parameter.data.addcmul_(along[name][0], by.to(parameter.dtype))
         if torch.is_autocast_enabled(self.problem.device.type):
             torch.clear_autocast_cache()  # it holds casts of the parameters' old values
 

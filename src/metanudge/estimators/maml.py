@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator, refuse_stiffness
 from metanudge.estimators.products import Autograd, Difference, Either, Products, usual_epsilon
-from metanudge.estimators.reverse import walk_back
+from metanudge.estimators.reverse import there_and_back
 from metanudge.estimators.total import MetaGradient
 from metanudge.names import near, some
 from metanudge.params import norm
@@ -19,7 +19,7 @@ from metanudge.solvers import TorchOptimizer
 from metanudge.solvers.adjoint import LinearUpdate, Update
 from metanudge.solvers.base import LinearSolver, Oracle, Solver, check_positive
 from metanudge.solvers.optimizer_update import OptimizerUpdate, rule_of
-from metanudge.solvers.trajectory import Keep, solve
+from metanudge.solvers.trajectory import Keep
 
 How = Literal["auto", "unrolled", "autograd", "difference"]
 
@@ -157,10 +157,8 @@ class MAML(Estimator):
             return
         oracle = inner.oracle([0.0], None, None, None)
         update = _update_of(solver, oracle)
-        way = solve(update, oracle, last=self._last(solver), keep=self.trajectory)
-        total.record_solution(inner, way.solution)
-        products = self._products(inner)
-        walk_back(total, inner, way, update, products)
+        products, last = self._products(inner), self._last(solver)
+        there_and_back(total, inner, oracle, update, products, last=last, keep=self.trajectory)
         total.products = products.name
 
     def _unrolls(self, inner: Inner, solver: Solver) -> bool:

@@ -102,26 +102,12 @@ class Difference:
         self, inner: Inner, d: Params, w: Params, step: int, batch_size: int | None
     ) -> Params:
         """The two gradients side by side where the engine can."""
-        theta = inner.theta
-        size = 1 + norm({n: theta[n] + leaf for n, leaf in d.items()})
+        size = 1 + _size(inner.theta, d)
         length = norm(w)
         # nothing to move along: the difference of equal gradients is zero for any length
         epsilon = self.epsilon * size / torch.where(length > 0, length, torch.ones_like(length))
-        total: Params = {}
-        for signs in inner.parts((1.0, -1.0)):
-            moved = {
-                n: torch.cat(
-                    [torch.addcmul(leaf, w[n], per_row(epsilon, leaf), value=s) for s in signs]
-                )
-                for n, leaf in d.items()
-            }
-            g = inner.support_gradient(moved, step, batch_size)
-            del moved
-            for name, leaf in g.items():
-                parts = leaf.unflatten(0, (len(signs), -1))
-                for sign, part in zip(signs, parts, strict=True):
-                    _add(total, name, part, sign)
-        return {n: leaf.div_(per_row(2 * epsilon, leaf)) for n, leaf in total.items()}
+        apart = inner.support_difference(d, w, epsilon, step, batch_size)
+        return {n: leaf.div_(per_row(2 * epsilon, leaf)) for n, leaf in apart.items()}
 
 
 class Either:
@@ -151,8 +137,7 @@ class Either:
         return self._difference(inner, d, w, step, batch_size)
 
 
-def _add(total: Params, name: str, part: Tensor, sign: float) -> None:
-    if name in total:
-        total[name].add_(part, alpha=sign)
-    else:
-        total[name] = part * sign
+def _size(theta: Params, d: Params) -> Tensor:
+    """‖θ + d‖ of each row, one tensor at a time."""
+    norms = [norm({n: theta[n] + leaf}) for n, leaf in d.items()]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)

@@ -21,53 +21,71 @@ from metanudge.estimators.products import Products
 from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, norm, zeros_like
 from metanudge.solvers.adjoint import Adjoint, LinearUpdate, Update
-from metanudge.solvers.trajectory import Trajectory
+from metanudge.solvers.base import Oracle
+from metanudge.solvers.trajectory import Keep, solve
 
 
-def walk_back(
-    total: MetaGradient, inner: Inner, way: Trajectory, update: Update, products: Products
+def there_and_back(
+    total: MetaGradient,
+    inner: Inner,
+    oracle: Oracle,
+    update: Update,
+    products: Products,
+    *,
+    last: int,
+    keep: Keep,
 ) -> None:
-    """Add d f(φ_K(h)) / dh by all meta-parameters h through the steps that the trajectory has kept;
+    """Solve, and add d f(φ_K(h)) / dh by all meta-parameters h through the last so many steps;
     displacements before them count as constants.
 
-    Cost: one query gradient, and one product a step.
+    Cost: `steps` support gradients, one query gradient, and a product for each of the last steps.
+    Memory: besides one gradient or product θ, the meta-gradient, the derivative that walks back and
+    what `keep` keeps; one copy more where the update remembers something.
     """
-    problem, proximal = inner.problem, inner.problem.proximal
-    q = query_gradient(total, inner, way.solution.displacement)
+    problem = inner.problem
+    solution, way = solve(update, oracle, last=last, keep=keep)
+    total.record_solution(inner, solution)
+    q = query_gradient(total, inner, solution.displacement)
+    del solution
     if problem.learns_theta:
         total.add(q, 1.0)
     adjoint = update.pull_back_result(q)
     del q
     for step, point in way.backwards():
-        before, w = update.pull_back(step, point, adjoint)
+        before, w, factor = update.pull_back(step, point, adjoint)
         hw = products(inner, point.d, w, step, update.batch_size)
         by_shared = {n: hw.pop(n) for n in problem.shared}
-        total.check(
-            inner.places, f"Hessian product of inner step {step}, on the way back,", norm(hw)
-        )
+        quantity = f"Hessian product of inner step {step}, on the way back,"
+        total.check(inner.places, quantity, norm(hw))
         if problem.learns_theta:
-            total.add(hw, 1.0)
-            _add_motion_of_the_centre(total, inner, point.d, w)
+            total.add(hw, factor)
         if by_shared:
-            total.add(by_shared, 1.0)
-        proximal.accumulate(total.gradient, point.d, w, [1 / total.num_tasks])
-        bent = proximal.add_curvature(hw, point.d, w, inner.theta)
-        del hw
-        adjoint = Adjoint({n: leaf + bent[n] for n, leaf in before.d.items()}, before.memory)
+            total.add(by_shared, factor)
+        hw = _through_the_term(total, inner, point.d, w, hw, factor)
+        for name, leaf in hw.items():
+            torch.add(before.d[name], leaf, alpha=factor, out=leaf)
+        adjoint = Adjoint(hw, before.memory)
+        del before, w, hw, by_shared  # or they would still be alive during the next product
     if isinstance(update, LinearUpdate) and update.by_strong_convexity is not None:
         _add_momentum(total, inner, update.by_strong_convexity)
 
 
-def _add_motion_of_the_centre(total: MetaGradient, inner: Inner, d: Params, w: Params) -> None:
-    """How the force of the proximal term on φ = θ + d changes with θ at fixed d, times w: nothing
-    where it depends on d alone.
+def _through_the_term(
+    total: MetaGradient, inner: Inner, d: Params, w: Params, hw: Params, factor: float
+) -> Params:
+    """Add what the force of the proximal term says about θ and what it learns; returns hw and the
+    term's own curvature times w.
     """
     proximal = inner.problem.proximal
+    proximal.accumulate(total.gradient, d, w, [factor / total.num_tasks])
     if not proximal.uses_theta:
-        return
-    total.add(proximal.add_curvature(zeros_like(d), d, w, inner.theta), 1.0)
+        # a force that is linear in d = φ − θ alone: it is its own derivative, and θ moves nothing
+        proximal.add_force(hw, w, inner.theta)
+        return hw
+    total.add(proximal.add_curvature(zeros_like(d), d, w, inner.theta), factor)
     rows, scale = proximal.pull_along(d, w, inner.theta)
-    total.add(rows, -1.0, scale)
+    total.add(rows, -factor, scale)
+    return proximal.add_curvature(hw, d, w, inner.theta)
 
 
 def _add_momentum(total: MetaGradient, inner: Inner, by_mu: torch.Tensor) -> None:

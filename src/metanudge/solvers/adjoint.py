@@ -17,6 +17,7 @@ from torch import Tensor
 
 from metanudge.params import Flat, Params
 from metanudge.solvers.base import LinearSolver, Oracle
+from metanudge.solvers.gradient_descent import GradientDescent
 
 Memory = tuple[Params, ...]
 """What a solver remembers between two steps: nothing, or one or more tensors for each parameter."""
@@ -75,9 +76,9 @@ class Update(ABC):
         """What a derivative `v` by the solution is by what the last step left behind."""
 
     @abstractmethod
-    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params]:
+    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params, float]:
         """What derivatives by the end of a step are by its beginning, the gradient held fixed; and
-        by the gradient.
+        by the gradient, as a factor and what it multiplies. They may share tensors.
         """
 
 
@@ -128,8 +129,10 @@ class LinearUpdate(Update):
             )
         return Adjoint(by_d, (by_memory,) if self.begin({"": torch.zeros(1)}) else ())
 
-    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params]:
-        """By autograd through the solver's own step."""
+    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params, float]:
+        """By autograd through the solver's own step; of gradient descent it is v and −α v."""
+        if isinstance(self._solver, GradientDescent):
+            return after, after.d, -self._solver.lr
         by_d, by_g, by_memory = {}, {}, {}
         for name, d in point.d.items():
             # a linear step has the same derivative everywhere
@@ -139,7 +142,7 @@ class LinearUpdate(Update):
             by_d[name], by_g[name], *rest = self._pull_back_leaf(leaves, ends)
             if rest:
                 (by_memory[name],) = rest
-        return Adjoint(by_d, (by_memory,) if by_memory else ()), by_g
+        return Adjoint(by_d, (by_memory,) if by_memory else ()), by_g, 1.0
 
     def _pull_back_leaf(self, leaves: list[Tensor], ends: list[Tensor]) -> Sequence[Tensor]:
         def step(d: Tensor, g: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:

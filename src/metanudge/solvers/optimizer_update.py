@@ -149,7 +149,7 @@ class OptimizerUpdate(Update):
         """All by d."""
         return Adjoint(v, tuple(zeros_like(v) for _ in range(self._rule.remembers)))
 
-    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params]:
+    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params, float]:
         """By autograd through the step, entry by entry."""
         floor = None if point.g is None else _rounding_of(point.g)
         found = {}
@@ -164,7 +164,7 @@ class OptimizerUpdate(Update):
         by_d, by_g, *by_memory = (
             {n: ends[i] for n, ends in found.items()} for i in range(2 + len(point.memory))
         )
-        return Adjoint(by_d, tuple(by_memory)), by_g
+        return Adjoint(by_d, tuple(by_memory)), by_g, 1.0
 
 
 def _rounding_of(g: Params) -> Tensor:

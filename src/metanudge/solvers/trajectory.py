@@ -23,11 +23,10 @@ class Trajectory:
     """Points of a solve from which steps are to be differentiated, the last one first.
 
     Attributes:
-        solution: where it ended.
+        update: the steps.
     """
 
-    solution: Solution
-    _update: Update
+    update: Update
     _oracle: Oracle
     _points: dict[int, Point]
     _end: int
@@ -48,19 +47,21 @@ class Trajectory:
         """A kept point and those after it, up to where the next kept one is: their steps once
         more.
         """
-        noted = self._update.needs_gradient and point.g is None
+        noted = self.update.needs_gradient and point.g is None
         points = []
         for step in range(first, end):
             if not noted and step == end - 1:
                 points.append(point)
                 break
-            _, g = self._oracle.gradient(point.d, step, self._update.batch_size)
+            _, g = self._oracle.gradient(point.d, step, self.update.batch_size)
             points.append(Point(point.d, point.memory, g if noted else None))
-            point = Point(*self._update.advance(step, point.d, g, point.memory))
+            point = Point(*self.update.advance(step, point.d, g, point.memory))
         return points
 
 
-def solve(update: Update, oracle: Oracle, *, last: int, keep: Keep = "device") -> Trajectory:
+def solve(
+    update: Update, oracle: Oracle, *, last: int, keep: Keep = "device"
+) -> tuple[Solution, Trajectory]:
     """Take all steps from d = 0 and keep where the last so many of them began.
 
     Args:
@@ -94,8 +95,7 @@ def solve(update: Update, oracle: Oracle, *, last: int, keep: Keep = "device") -
     end = update.result(d, memory)
     steps = torch.full_like(trace.last_residual, update.steps, dtype=torch.long)
     device = trace.last_residual.device
-    return Trajectory(
-        trace.solution(end, steps),
+    return trace.solution(end, steps), Trajectory(
         update,
         oracle,
         points,
