@@ -11,7 +11,7 @@ from typing import Any
 
 from metanudge.cli import main
 from metanudge.training.checkpoint import load, save
-from metanudge.training.sealed import SEAL, seal
+from metanudge.training.files import SEAL, seal
 from trained_runs import vector_table
 
 TINY = [

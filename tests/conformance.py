@@ -1,8 +1,9 @@
 """What every estimator must do on every engine, as checks that a test calls; plus the oracles and
 snapshots the tests share.
 
-A new estimator is picked up from `metanudge.estimators.ESTIMATORS`, a new setup is one line in
-`SETUPS`:
+Estimators, solvers, sources and models are picked up from their registries (`ESTIMATORS`,
+`SOLVERS`, `SOURCES`, `MODELS`); what is not listed here is made without arguments. A new setup is
+one line in `SETUPS`:
 
     for estimator in estimators():
         check_engines_agree(estimator, SETUPS["mlp"]())
@@ -11,6 +12,7 @@ A new estimator is picked up from `metanudge.estimators.ESTIMATORS`, a new setup
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 import random
@@ -26,8 +28,11 @@ from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.estimators import ESTIMATORS, Estimator
+from metanudge.estimators.ladder import LADDER
+from metanudge.models import MODELS
 from metanudge.problem import takes_model
-from metanudge.tuning import LADDER
+from metanudge.solvers import SOLVERS, Solver
+from metanudge.tasks import SOURCES, Episodes, Labelled
 from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded, transformer
 
 SOLVER = mn.GradientDescent(lr=0.1, steps=2)
@@ -61,6 +66,65 @@ def estimators() -> list[Estimator]:
         for stencil, nudge, start in itertools.product(STENCILS, NUDGES, STARTS)
     ]
     return [e for e in default if e not in forms] + forms
+
+
+def solvers() -> dict[str, Solver]:
+    """Every solver in the registry, some in several forms."""
+    forms = {
+        "gd": mn.GradientDescent(lr=0.1, steps=3),
+        "gd-tol": mn.GradientDescent(lr=0.3, steps=20, tol=1e-2),
+        "gd-minibatch": mn.GradientDescent(lr=0.1, steps=3, batch_size=3),
+        "nesterov": mn.Nesterov(lr=0.1, steps=4),
+        "nesterov-minibatch": mn.Nesterov(lr=0.1, steps=4, batch_size=3),
+        "sgd-minibatch": mn.TorchOptimizer(
+            torch.optim.SGD, 3, {"lr": 0.1, "momentum": 0.9}, batch_size=4
+        ),
+        "adam": mn.TorchOptimizer(torch.optim.Adam, 3, {"lr": 0.02}),
+        "lbfgs": mn.LBFGS(steps=6, tol=1e-13),
+        "newton": mn.NewtonCG(steps=3, cg_steps=4),
+    }
+    listed = {type(solver) for solver in forms.values()}
+    return forms | {kind.__name__: kind() for kind in SOLVERS if kind not in listed}
+
+
+def rows_as_inputs(classes: int = 40, each: int = 30, **options: Any) -> Labelled:
+    """A source whose inputs are the row numbers themselves, so that a test sees which examples were
+    drawn.
+    """
+    options = {"ways": 5, "shots": 3, "queries": 4} | options
+    return Labelled(np.arange(classes * each), np.arange(classes * each) % classes, **options)
+
+
+def sources() -> dict[str, Callable[[], Episodes]]:
+    """Every source in the registry but Omniglot, whose files are not everywhere; and the others."""
+    forms: dict[str, Callable[[], Episodes]] = {
+        "labelled": rows_as_inputs,
+        "labelled, large": lambda: rows_as_inputs(each=200),
+        "mnist1d": lambda: mn.tasks.MNIST1D(num_samples=1000, queries=3, cache=False),
+        "sinusoid": lambda: mn.tasks.Sinusoid(shots=3, queries=5, noise=0.1),
+        "quadratic": lambda: mn.tasks.Quadratic(dim=5),
+    }
+    return {name: kind for name, kind in SOURCES.items() if name != "omniglot"} | forms
+
+
+def models() -> dict[str, tuple[dict[str, Any], tuple[int, ...]]]:
+    """Options and the shape of a batch of inputs for every model in the registry."""
+    cases: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+        "conv1d": ({"ways": 3}, (15, 40)),
+        "conv4": ({"ways": 5, "channels": 8}, (5, 1, 28, 28)),
+        "mlp": ({"in_features": 6, "out_features": 4, "hidden": (7,)}, (9, 6)),
+        "transformer": (
+            {"ways": 5, "d_model": 16, "heads": 4, "hidden": 20, "length": 6},
+            (4, 6, 16),
+        ),
+    }
+
+    def sized(model: Callable[..., nn.Module]) -> dict[str, Any]:
+        sizes = {"in_features": 6, "out_features": 4, "ways": 4}
+        accepted = inspect.signature(model).parameters
+        return {name: size for name, size in sizes.items() if name in accepted}
+
+    return {name: cases.get(name) or (sized(model), (9, 6)) for name, model in MODELS.items()}
 
 
 def name(estimator: Estimator) -> str:

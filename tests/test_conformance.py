@@ -133,19 +133,7 @@ def test_engines_agree_with_stiffness_per_parameter(estimator: Estimator):
     conformance.check_engines_agree(estimator, setup, lam=lam)
 
 
-SOLVERS = {
-    "gd": mn.GradientDescent(lr=0.1, steps=3),
-    "gd-tol": mn.GradientDescent(lr=0.3, steps=20, tol=1e-2),
-    "gd-minibatch": mn.GradientDescent(lr=0.1, steps=3, batch_size=3),
-    "nesterov": mn.Nesterov(lr=0.1, steps=4),
-    "nesterov-minibatch": mn.Nesterov(lr=0.1, steps=4, batch_size=3),
-    "sgd-minibatch": mn.TorchOptimizer(
-        torch.optim.SGD, 3, {"lr": 0.1, "momentum": 0.9}, batch_size=4
-    ),
-    "adam": mn.TorchOptimizer(torch.optim.Adam, 3, {"lr": 0.02}),
-    "lbfgs": mn.LBFGS(steps=6, tol=1e-13),
-    "newton": mn.NewtonCG(steps=3, cg_steps=4),
-}
+SOLVERS = conformance.solvers()
 ONE_OF_EACH = [
     mn.FOBMAML(nu=0.1),
     mn.FOBMAML(nu=0.1, nudge="gradient", start="solution"),

@@ -203,13 +203,53 @@ def test_training_works_without_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
+# Imports of the package by itself inside functions, or for types only, that are still to go: the
+# file's name, and the last name of what it imports. Only ever shortened.
+STILL_LATE = {
+    ("chain.py", "head"),
+    ("chained.py", "engines"),
+    ("__init__.py", "cuda"),
+    ("__init__.py", "tail"),
+    ("measure.py", "runs"),
+    ("preprocessing.py", "runs"),
+    ("trust.py", "config"),
+    ("continuing.py", "plan"),
+    ("metrics.py", "config"),
+    ("summary.py", "report"),
+}
+
+
+def is_late(found: Import) -> bool:
+    """The public names load late (see `metanudge.__init__`), and the command line loads what a
+    command needs when it runs.
+    """
+    return not found.eager and found.importer not in ("__init__", "cli", "__main__")
+
+
+def is_still_late(found: Import) -> bool:
+    return is_late(found) and (found.path.name, found.target.rpartition(".")[2]) in STILL_LATE
+
+
+def test_only_the_command_line_imports_late():
+    """An import inside a function hides who knows whom: it is either a cycle or needless."""
+    wrong = [str(found) for found in WITHIN if is_late(found) and not is_still_late(found)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_would_see_a_late_import():
+    found = Import(PACKAGE / "estimators" / "base.py", 1, "metanudge.problem", False)
+    assert is_late(found)
+    assert not is_still_late(found)
+    assert not is_late(Import(PACKAGE / "cli" / "train.py", 1, "metanudge.training.loop", False))
+
+
 def test_no_module_imports_itself_by_a_detour():
-    """Module by module, what is imported on loading has no cycles (folders' `__init__` files aside,
-    which only re-export).
+    """Module by module, imports have no cycles, those inside functions included (folders'
+    `__init__` files aside, which only re-export).
     """
     graph: dict[str, set[str]] = {}
     for found in WITHIN:
-        if found.eager and found.path.name != "__init__.py":
+        if not is_still_late(found) and found.path.name != "__init__.py":
             name = ".".join(found.path.relative_to(PACKAGE.parent).with_suffix("").parts)
             graph.setdefault(name, set()).add(found.target)
 

@@ -5,14 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call, grad, jvp, vmap
 
+import conformance
 from metanudge import models
 
-CASES = {
-    "conv1d": ({"ways": 3}, (15, 40)),
-    "conv4": ({"ways": 5, "channels": 8}, (5, 1, 28, 28)),
-    "mlp": ({"in_features": 6, "out_features": 4, "hidden": (7,)}, (9, 6)),
-    "transformer": ({"ways": 5, "d_model": 16, "heads": 4, "hidden": 20, "length": 6}, (4, 6, 16)),
-}
+CASES = conformance.models()
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, torch.Tensor]:

@@ -17,8 +17,9 @@ from torch import nn
 import metanudge as mn
 from metanudge.engines import InplaceEngine, StackedEngine
 from metanudge.estimators import meta_gradient
+from metanudge.estimators.ladder import LADDER, best_nu, credible
 from metanudge.testing.curvature import curvature
-from metanudge.tuning import LADDER, NuEstimate, NuTuner, best_nu, credible, estimate_nu, step_aware
+from metanudge.tuning import NuEstimate, NuTuner, estimate_nu, step_aware
 from problems import (
     Setup,
     classification_tasks,

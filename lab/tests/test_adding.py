@@ -1,12 +1,16 @@
-"""One file and one line add an experiment: the commands, their errors and the page know it."""
+"""One file and one line add an experiment: the commands, their errors and the page know it. An
+estimator that was added to the library takes part in the bench.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from metanudge.cli import main
+from metanudge.estimators import ESTIMATORS, FOMAML, Estimator
 from metanudge_lab import experiments
 
 FILE = """
@@ -41,3 +45,26 @@ def test_an_experiment(
     )
     assert "y = 4 at x = 2" in capsys.readouterr().out
     assert "Added for a test" in (tmp_path / "results" / "report.html").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Borrowed(Estimator):
+    """Another estimator's gradient."""
+
+    def accumulate(self, inner, solver, total) -> None:  # type: ignore[no-untyped-def]
+        FOMAML().accumulate(inner, solver, total)
+
+
+def test_an_estimator_in_the_bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bench = ["bench", "--case", "sinusoid", "--quick", "--device", "cpu", "--out", "bench"]
+    ESTIMATORS.append(Borrowed)
+    try:
+        assert main([*bench, "--only", "borowed"]) == 2
+        assert "Did you mean 'borrowed'?" in capsys.readouterr().err
+        assert main([*bench, "--only", "borrowed", "--repeats", "1", "--no-first-step"]) == 0
+    finally:
+        ESTIMATORS.remove(Borrowed)
+    assert "Borrowed" in capsys.readouterr().out

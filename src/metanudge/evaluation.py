@@ -38,8 +38,7 @@ class Evaluation:
     @property
     def accuracy_ci95(self) -> float:
         """Half-width of the 95 % confidence interval of the mean accuracy over tasks."""
-        n = len(self.accuracy)
-        return float(1.96 * self.accuracy.std() / math.sqrt(n)) if n > 1 else math.nan
+        return ci95(self.accuracy)
 
     def __str__(self) -> str:
         text = f"query loss {float(self.loss_before.mean()):.4g} → {self.mean_loss:.4g}"
@@ -49,6 +48,18 @@ class Evaluation:
                 f" {self.accuracy_ci95:.2%}"
             )
         return f"{text} ({len(self.loss)} tasks)"
+
+
+def ci95(values: Tensor) -> float:
+    """Half-width of the 95 % confidence interval of the mean of independent values; NaN for fewer
+    than two.
+
+    Example:
+        >>> round(ci95(torch.tensor([0.5, 1.0, 0.5, 1.0])), 6)
+        0.282902
+    """
+    n = len(values)
+    return float(1.96 * values.std() / math.sqrt(n)) if n > 1 else math.nan
 
 
 def evaluate(

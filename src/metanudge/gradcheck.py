@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from metanudge.learner import MetaLearner, Tasks
 from metanudge.problem import Objective, Problem
 from metanudge.solvers import NewtonCG, Solver
 from metanudge.task import TaskBatch
-from metanudge.tuning import NuTuner, is_automatic
+from metanudge.tuning import NuTuner, Where, is_automatic
 
 DEFAULT_NUS = (1e-3, 1e-2, 1e-1, 0.5)
 LARGEST_DENSE = 1000
@@ -91,24 +91,16 @@ class GradientReport:
 
     def __str__(self) -> str:
         width = max(len("estimator"), *(len(row.estimator) for row in self.rows))
+        pair = f"{'cosine':>8}  {'relative error':>14}"
         lines = [
             f"{self.parameters} parameters, {self.tasks} tasks, float64",
             f"{'':{width}}         against the implicit gradient   against the K-step adaptation",
-            (
-                f"{'estimator':{width}}  {'ν':>6}    cosine  relative error       cosine  relative"
-                " error"
-            ),
+            f"{'estimator':{width}}  {'ν':>6}  {pair}     {pair}",
         ]
         for row in self.rows:
             nu = "–" if row.nu is None else f"{row.nu:.3g}"
-            implicit = (
-                f"{_number(row.cosine_implicit, '.4f'):>8} "
-                f" {_number(row.error_implicit, '.3g'):>14}"
-            )
-            adaptation = (
-                f"{_number(row.cosine_adaptation, '.4f'):>8} "
-                f" {_number(row.error_adaptation, '.3g'):>14}"
-            )
+            implicit = _pair(row.cosine_implicit, row.error_implicit)
+            adaptation = _pair(row.cosine_adaptation, row.error_adaptation)
             lines.append(f"{row.estimator:{width}}  {nu:>6}  {implicit}     {adaptation}")
         lines.append(
             f"cosine of the two exact gradients {_number(self.agreement, '.4f')}, residual at the"
@@ -164,23 +156,14 @@ def check_gradient(
     batch = TaskBatch.of(tasks)[:max_tasks].to(torch.float64)
     problem = _double(learner)
     notes: list[str] = []
+    # The in-place engine could serve some estimators; one engine for all keeps the random numbers
+    # of all the same.
+    engine = StackedEngine(chunk=8)
 
     def gradient(estimator: Estimator, solver: Solver) -> tuple[Tensor, Stats]:
-        # The in-place engine could serve some estimators; one engine for all keeps the random
-        # numbers of all the same.
-        engine = StackedEngine(chunk=8)
-        estimator = NuTuner().settled(
-            estimator, problem, batch, solver=solver, engine=engine, seed=seed, first=0
-        )
-        g, stats = meta_gradient(
-            problem,
-            batch,
-            solver=solver,
-            estimator=estimator,
-            engine=engine,
-            seed=seed,
-            metrics=False,
-        )
+        where = Where(solver=solver, engine=engine, seed=seed, first=0)
+        ready = NuTuner().settled(estimator, problem, batch, **where)
+        g, stats = meta_gradient(problem, batch, estimator=ready, metrics=False, **where)
         return torch.cat([leaf.flatten() for leaf in g.values()]), stats
 
     size = sum(p.numel() for p in problem.parameters.values())
@@ -190,7 +173,7 @@ def check_gradient(
         adaptation, _ = gradient(MAML(), learner.solver)
     except (TypeError, ValueError, RuntimeError) as error:
         notes.append(f"No gradient of the K-step adaptation: {error}")
-    chosen = list(estimators) if estimators is not None else _usual(learner.estimator)
+    chosen = _usual(learner.estimator) if estimators is None else estimators
     rows = []
     for estimator in _with_every_nu(chosen, nus):
         try:
@@ -207,7 +190,7 @@ def check_gradient(
         tasks=len(batch),
         optimum_residual=optimum_residual,
         agreement=_compare(adaptation, implicit)[0] if adaptation is not None else math.nan,
-        residual_growth=_residual_growth(problem, batch, learner.solver, seed),
+        residual_growth=_residual_growth(problem, batch, learner.solver, engine, seed),
         advice=advice_on(problem, learner.solver),
         notes=tuple(notes),
     )
@@ -225,31 +208,28 @@ def _double(learner: MetaLearner) -> Problem:
     )
 
 
-def _residual_growth(problem: Problem, batch: TaskBatch, solver: Solver, seed: int) -> float:
+def _residual_growth(
+    problem: Problem, batch: TaskBatch, solver: Solver, engine: StackedEngine, seed: int
+) -> float:
     """‖∇g‖ after the solver's steps over that at θ, each summed over the tasks."""
-    first = last = 0.0
-    with (
-        torch.enable_grad(),
-        StackedEngine(chunk=8).session(problem, batch, width=1, seed=seed, cost=Cost()) as groups,
-    ):
-        for inner in groups:
-            solution = inner.solve(solver)
-            first += float(solution.residuals[0].sum())
-            last += float(solution.residual.sum())
+    session = engine.session(problem, batch, width=1, seed=seed, cost=Cost())
+    with torch.enable_grad(), session as groups:
+        solutions = [inner.solve(solver) for inner in groups]
+    first = sum(float(solution.residuals[0].sum()) for solution in solutions)
+    last = sum(float(solution.residual.sum()) for solution in solutions)
     return last / first if first > 0 else 0.0
 
 
 def _implicit(
-    gradient: Any, size: int, optimum: Solver | None, notes: list[str]
+    gradient: Callable[[Estimator, Solver], tuple[Tensor, Stats]],
+    size: int,
+    optimum: Solver | None,
+    notes: list[str],
 ) -> tuple[Tensor | None, float]:
-    solver = (
-        optimum if optimum is not None else NewtonCG(steps=30, cg_steps=min(size, 100), tol=1e-10)
-    )
-    estimator: Estimator = (
-        Exact() if size <= LARGEST_DENSE else IMAML(cg_steps=min(size, 500), tol=1e-12)
-    )
+    newton = NewtonCG(steps=30, cg_steps=min(size, 100), tol=1e-10)
+    iterative = IMAML(cg_steps=min(size, 500), tol=1e-12)
     try:
-        g, stats = gradient(estimator, solver)
+        g, stats = gradient(Exact() if size <= LARGEST_DENSE else iterative, optimum or newton)
     except (RuntimeError, FloatingPointError) as error:
         notes.append(f"No implicit gradient: {error}")
         return None, math.nan
@@ -283,10 +263,7 @@ def _with_every_nu(estimators: Iterable[Estimator], nus: Sequence[float]) -> lis
         if isinstance(estimator, FOBMAML) and estimator.stencil != "tangent":
             own = {estimator.nu} if isinstance(estimator.nu, (int, float)) else set()
             spread.extend(replace(estimator, nu=nu) for nu in sorted({*nus, *own}))
-            if estimator.automatic:
-                spread.append(estimator)
-        else:
-            spread.append(estimator)
+        spread.append(estimator)
     return list(dict.fromkeys(spread))
 
 
@@ -313,6 +290,10 @@ def _compare(g: Tensor, target: Tensor | None) -> tuple[float, float]:
     scale = float(target.norm())
     cosine = float(torch.nn.functional.cosine_similarity(g, target, dim=0))
     return cosine, float((g - target).norm()) / scale if scale > 0 else math.nan
+
+
+def _pair(cosine: float, error: float) -> str:
+    return f"{_number(cosine, '.4f'):>8}  {_number(error, '.3g'):>14}"
 
 
 def _number(value: float, spec: str) -> str:

@@ -1,9 +1,15 @@
-"""Names in messages: shown safely, a few of many, and what a misspelled one may have meant."""
+"""Words in messages: names shown safely, a few of many, what a misspelled one may have meant; text
+that gives a terminal no orders; spans of time.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
+
+# All control characters but newline and tab, and those that reverse the direction of text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def shown(name: object) -> str:
@@ -41,3 +47,26 @@ def near(name: object, names: Iterable[str]) -> str:
     """
     found = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.4)
     return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def printable(text: str) -> str:
+    r"""Text with control characters, which could move a terminal's cursor or rename its window,
+    spelled out.
+
+    Example:
+        >>> printable("cat\x1b[2J")
+        'cat\\x1b[2J'
+    """
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss.
+
+    Example:
+        >>> clock(65), clock(3665)
+        ('1:05', '1:01:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

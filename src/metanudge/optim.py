@@ -51,9 +51,6 @@ class _GlobalNormOptimizer(Optimizer):
     d.
     """
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-
     @abstractmethod
     def _vector(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         """The direction v for one parameter: its gradient, or an average of its gradients."""

@@ -155,3 +155,22 @@ def unflatten(matrix: Tensor, like: Params) -> Params:
         name: piece.reshape(-1, *leaf.shape[1:])
         for (name, leaf), piece in zip(like.items(), pieces, strict=True)
     }
+
+
+def combined(rows: Tensor, weights: float | Sequence[float]) -> Tensor:
+    """Σ_r w_r rows_r, with one weight for all rows or one for each of equal parts of them."""
+    if isinstance(weights, (int, float)):
+        return rows.sum(0) * weights
+    # Python's numbers as weights: making a tensor of them would wait for the device.
+    first, *others = rows.unflatten(0, (len(weights), -1)).sum(1)
+    total = first * weights[0]
+    for weight, row in zip(weights[1:], others, strict=True):
+        total.add_(row, alpha=weight)
+    return total
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float32 or wider: small differences of what is stored in fewer bits would drown in
+    rounding.
+    """
+    return torch.promote_types(dtype, torch.float32)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.names import some
-from metanudge.params import Params
+from metanudge.params import Params, wide
 from metanudge.proximal import (
     Diagonal,
     LogStiffness,
@@ -34,7 +34,7 @@ from metanudge.proximal import (
     Stiffness,
     proximal_term,
 )
-from metanudge.task import Batch, TaskBatch, describe, tensors
+from metanudge.task import Batch, TaskBatch, describe, kind_of, tensors
 
 Nudge = Literal["loss", "gradient"]
 Loss = Callable[..., Tensor]
@@ -116,16 +116,14 @@ class Objective(nn.Module):
         """
         if not self.takes_model:
             return self.judge(*self.output(batch))
-        loss = _checked(self.loss(self.model, batch))
+        loss = self.loss_alone(batch)
         return loss, loss.detach().new_full((), math.nan)
 
     def loss_alone(self, batch: Batch) -> Tensor:
         """The loss of a batch, without the accuracy."""
-        return (
-            _checked(self.loss(self.model, batch))
-            if self.takes_model
-            else self.judge_loss(*self.output(batch))
-        )
+        if self.takes_model:
+            return _checked(self.loss(self.model, batch))
+        return self.judge_loss(*self.output(batch))
 
     def judge(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of the model's output on the targets."""
@@ -148,14 +146,9 @@ class Objective(nn.Module):
 def _checked(loss: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.ndim == 0:
         return loss
-    got = (
-        f"a tensor of shape {tuple(loss.shape)}"
-        if isinstance(loss, Tensor)
-        else type(loss).__name__
-    )
     raise LossError(
-        f"The loss must be a scalar tensor, got {got}. Reduce it over the examples (mean is usual),"
-        " e.g. reduction='mean' in torch's losses."
+        f"The loss must be a scalar tensor, got {kind_of(loss)}. Reduce it over the examples (mean"
+        " is usual), e.g. reduction='mean' in torch's losses."
     )
 
 
@@ -187,27 +180,20 @@ class TwoLevels(Protocol):
     twice_differentiable: bool
     """Whether nothing is known against second derivatives of the inner loss."""
 
-    @property
-    def learns_theta(self) -> bool:
-        """Whether θ, where φ starts and what the proximal term ties it to, gets a meta-gradient
-        too.
-        """
+    learns_theta: bool
+    """Whether θ, where φ starts and what the proximal term ties it to, gets a meta-gradient too."""
 
-    @property
-    def proximal(self) -> Proximal:
-        """The term that ties φ to θ."""
+    proximal: Proximal
+    """The term that ties φ to θ."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
+    device: torch.device
+    """Where the tensors lie."""
 
-    @property
-    def theta_dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype in which displacements are kept."""
+    theta_dtypes: dict[str, torch.dtype]
+    """Dtype in which displacements are kept."""
 
-    @property
-    def smallest_lam(self) -> float | Tensor:
-        """The strong convexity that is known; NaN where none is."""
+    smallest_lam: float | Tensor
+    """The strong convexity that is known; NaN where none is."""
 
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero."""
@@ -230,6 +216,9 @@ class Problem:
         shared: those that are meta-learned but do not adapt.
         meta_parameters: everything that gets a meta-gradient: the two above in the model's order,
             then what the proximal term learns.
+        smallest_lam: the strong convexity that the proximal term guarantees by itself: the smallest
+            λ.
+        theta_dtypes: those of displacements: the parameter's own, float32 at least.
     """
 
     learns_theta = True
@@ -267,17 +256,14 @@ class Problem:
             if isinstance(lam, Proximal)
             else proximal_term(lam, self.parameters, regulariser, zero=zero_lam)
         )
+        self.smallest_lam = self.proximal.smallest_curvature
+        self.theta_dtypes = {n: wide(p.dtype) for n, p in self.parameters.items()}
         self.meta_parameters: dict[str, nn.Parameter] = {**trainable, **self.proximal.learned}
 
     @property
     def theta(self) -> Params:
         """The meta-parameters that adapt, detached (no copy)."""
         return {name: p.detach() for name, p in self.parameters.items()}
-
-    @property
-    def theta_dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype in which displacements are kept: the parameter's own, float32 at least."""
-        return {n: torch.promote_types(p.dtype, torch.float32) for n, p in self.parameters.items()}
 
     @cached_property
     def modules(self) -> list[nn.Module]:
@@ -310,18 +296,10 @@ class Problem:
             )
         return self.proximal.lam
 
-    @property
-    def smallest_lam(self) -> float | Tensor:
-        """The strong-convexity constant that the proximal term guarantees by itself: the smallest
-        λ.
-        """
-        return self.proximal.smallest_curvature
-
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero, in float32 at least."""
         return {
-            n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-            for n, p in self.meta_parameters.items()
+            n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in self.meta_parameters.items()
         }
 
     def check_tasks(self, batch: TaskBatch) -> None:
@@ -361,13 +339,8 @@ def names_that_adapt(
     """
     if patterns is None:
         return set(trainable)
-    given = (
-        [patterns]
-        if isinstance(patterns, str)
-        else list(patterns)
-        if isinstance(patterns, Iterable)
-        else []
-    )
+    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    given: list[Any] = list(patterns) if several else [patterns]
     if not given or not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(
             f"adapt must be a pattern of parameter names or a list of them, got {patterns!r}. Leave"
@@ -380,9 +353,22 @@ def names_that_adapt(
             frozen = [name for name in everything if fnmatch.fnmatchcase(name, pattern)]
             only = f", only frozen ones ({some(frozen, 12)}). Set requires_grad=True on them."
             detail = only if frozen else f".{_near(pattern, trainable)}"
-            raise ValueError(f"adapt={pattern!r} matches no trainable parameter{detail}")
+            raise UnmatchedPattern(pattern, f"matches no trainable parameter{detail}")
         found |= matching
     return found
+
+
+class UnmatchedPattern(ValueError):
+    """A pattern of `adapt` that fits no parameter.
+
+    Attributes:
+        pattern: as it was given.
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, pattern: str, problem: str) -> None:
+        super().__init__(f"adapt={pattern!r} {problem}")
+        self.pattern, self.problem = pattern, problem
 
 
 def _near(pattern: str, names: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ the rest of the package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -28,10 +28,15 @@ def tensors(batch: Batch) -> list[Tensor]:
 
 def describe(batch: Batch) -> str:
     """Shapes and dtypes of a batch in one line, for error messages."""
-    return (
-        ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(batch))
-        or "no tensors"
-    )
+    shapes = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(batch)]
+    return ", ".join(shapes) or "no tensors"
+
+
+def kind_of(value: object) -> str:
+    """What a function has returned in place of a scalar tensor, for error messages."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return type(value).__name__
 
 
 def num_examples(batch: Batch, *, axis: int = 0, what: str = "batch") -> int:
@@ -69,30 +74,24 @@ def num_examples(batch: Batch, *, axis: int = 0, what: str = "batch") -> int:
 def signature(batch: Batch) -> tuple[Any, ...]:
     """What two batches must share to be stacked: structure, shapes, dtypes and devices."""
     leaves, spec = pytree.tree_flatten(batch)
-    return (
-        str(spec),
-        *(
-            (
-                (tuple(leaf.shape), leaf.dtype, leaf.device)
-                if isinstance(leaf, Tensor)
-                else ("constant", repr(leaf))
-            )
-            for leaf in leaves
-        ),
+    parts = (
+        (tuple(leaf.shape), leaf.dtype, leaf.device)
+        if isinstance(leaf, Tensor)
+        else ("constant", repr(leaf))
+        for leaf in leaves
     )
+    return str(spec), *parts
 
 
-def map_tensors(function: Any, batch: Batch) -> Batch:
+def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
     """Apply `function` to every tensor of a batch and leave the rest as it is."""
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def _stack(batches: Sequence[Batch]) -> Batch:
-    flat = [pytree.tree_flatten(batch)[0] for batch in batches]
-    spec = pytree.tree_flatten(batches[0])[1]
-    columns = zip(*flat, strict=True)
-    return pytree.tree_unflatten(
-        [torch.stack(c) if isinstance(c[0], Tensor) else c[0] for c in columns], spec
+    return pytree.tree_map(
+        lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0],
+        *batches,
     )
 
 
@@ -130,7 +129,8 @@ class Task:
 
     def to(self, *args: Any, **kwargs: Any) -> Task:
         """Move (or cast the floating tensors of) the task like `Tensor.to`."""
-        return Task(_to(self.support, args, kwargs), _to(self.query, args, kwargs))
+        move = _mover(args, kwargs)
+        return Task(map_tensors(move, self.support), map_tensors(move, self.query))
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,7 @@ class Stack:
         return len(self.places)
 
     def __getitem__(self, rows: slice) -> Stack:
-        return Stack(
-            self.places[rows],
-            map_tensors(lambda t: t[rows], self.support),
-            map_tensors(lambda t: t[rows], self.query),
-        )
+        return replace(self.mapped(lambda t: t[rows]), places=self.places[rows])
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
@@ -158,17 +154,17 @@ class Stack:
 
     def moved(self, first: int) -> Stack:
         """The same tasks as part of a larger batch in which this one begins at place `first`."""
-        return (
-            self
-            if first == 0
-            else Stack(tuple(first + place for place in self.places), self.support, self.query)
-        )
+        return replace(self, places=tuple(first + p for p in self.places)) if first else self
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Stack:
+        """The same tasks with `function` applied to every tensor."""
+        support, query = (map_tensors(function, part) for part in (self.support, self.query))
+        return Stack(self.places, support, query)
 
     def task(self, row: int) -> Task:
         """One task of the stack (views, no copies)."""
-        return Task(
-            map_tensors(lambda t: t[row], self.support), map_tensors(lambda t: t[row], self.query)
-        )
+        one = self.mapped(lambda t: t[row])
+        return Task(one.support, one.query)
 
 
 class TaskBatch(Sequence[Task]):
@@ -203,15 +199,14 @@ class TaskBatch(Sequence[Task]):
         (count,) = counts
         if count == 0:
             raise ValueError("The batch holds no task. Give at least one.")
-        self._set((Stack(tuple(range(count)), support, query),))
+        self._set([Stack(tuple(range(count)), support, query)])
 
-    def _set(self, stacks: tuple[Stack, ...]) -> None:
-        self.stacks = stacks
+    def _set(self, stacks: Iterable[Stack]) -> TaskBatch:
+        self.stacks = tuple(stacks)
         self._where = {
-            place: (s, row)
-            for s, stack in enumerate(stacks)
-            for row, place in enumerate(stack.places)
+            place: (stack, row) for stack in self.stacks for row, place in enumerate(stack.places)
         }
+        return self
 
     @classmethod
     def of(cls, tasks: TaskBatch | Task | Iterable[Task]) -> TaskBatch:
@@ -220,13 +215,7 @@ class TaskBatch(Sequence[Task]):
         """
         if isinstance(tasks, TaskBatch):
             return tasks
-        items = (
-            [tasks]
-            if isinstance(tasks, Task)
-            else list(tasks)
-            if isinstance(tasks, Iterable)
-            else [tasks]
-        )
+        items = list(tasks) if isinstance(tasks, Iterable) else [tasks]
         for item in items:
             if not isinstance(item, Task):
                 raise TypeError(
@@ -239,18 +228,12 @@ class TaskBatch(Sequence[Task]):
         alike: dict[Any, list[int]] = {}
         for place, item in enumerate(items):
             alike.setdefault((signature(item.support), signature(item.query)), []).append(place)
-        self = cls.__new__(cls)
-        self._set(
-            tuple(
-                Stack(
-                    tuple(p),
-                    _stack([items[i].support for i in p]),
-                    _stack([items[i].query for i in p]),
-                )
-                for p in alike.values()
-            )
-        )
-        return self
+        stacks = []
+        for places in alike.values():
+            support = _stack([items[place].support for place in places])
+            query = _stack([items[place].query for place in places])
+            stacks.append(Stack(tuple(places), support, query))
+        return cls.__new__(cls)._set(stacks)
 
     def __len__(self) -> int:
         return len(self._where)
@@ -265,44 +248,26 @@ class TaskBatch(Sequence[Task]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"task {index} of a batch of {len(self)}")
         stack, row = self._where[index % len(self)]
-        return self.stacks[stack].task(row)
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self[i] for i in range(len(self)))
+        return stack.task(row)
 
     def __repr__(self) -> str:
-        parts = "; ".join(
-            f"{len(s)} × support [{describe(s.task(0).support)}], query"
-            f" [{describe(s.task(0).query)}]"
-            for s in self.stacks
-        )
-        return f"TaskBatch({len(self)} tasks: {parts})"
+        parts = []
+        for stack in self.stacks:
+            support, query = describe(stack.task(0).support), describe(stack.task(0).query)
+            parts.append(f"{len(stack)} × support [{support}], query [{query}]")
+        return f"TaskBatch({len(self)} tasks: {'; '.join(parts)})"
 
     def to(self, *args: Any, **kwargs: Any) -> TaskBatch:
         """Move (or cast the floating tensors of) all tasks like `Tensor.to`."""
-        moved = TaskBatch.__new__(TaskBatch)
-        moved._set(
-            tuple(
-                Stack(s.places, _to(s.support, args, kwargs), _to(s.query, args, kwargs))
-                for s in self.stacks
-            )
-        )
-        return moved
+        return self.mapped(_mover(args, kwargs))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> TaskBatch:
         """The same tasks with `function` applied to every tensor."""
-        new = TaskBatch.__new__(TaskBatch)
-        new._set(
-            tuple(
-                Stack(s.places, map_tensors(function, s.support), map_tensors(function, s.query))
-                for s in self.stacks
-            )
-        )
-        return new
+        return TaskBatch.__new__(TaskBatch)._set(stack.mapped(function) for stack in self.stacks)
 
 
-def _to(batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-    """`Tensor.to` over a batch, where a dtype applies to floating tensors only (labels stay
+def _mover(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """`Tensor.to` with these arguments, where a dtype applies to floating tensors only (labels stay
     integers).
     """
     dtypes = [a for a in (*args, kwargs.get("dtype")) if isinstance(a, torch.dtype)]
@@ -319,4 +284,4 @@ def _to(batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
             return tensor.to(*rest, **options) if rest or options else tensor
         return tensor.to(*args, **kwargs)
 
-    return map_tensors(move, batch)
+    return move

@@ -35,8 +35,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any, TypedDict, TypeGuard, Unpack
 
 import torch
 from torch import Tensor
@@ -45,6 +44,7 @@ from metanudge.engines import Cost, Engine, Inner
 from metanudge.estimators.base import Estimator
 from metanudge.estimators.fobmaml import FOBMAML
 from metanudge.estimators.identity import centre_shift
+from metanudge.estimators.ladder import LADDER, average, best_nu, within
 from metanudge.estimators.maml import MAML
 from metanudge.estimators.products import ladder
 from metanudge.estimators.run import check
@@ -55,19 +55,8 @@ from metanudge.problem import Problem, TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
 
-LADDER = tuple(0.5 * 10 ** (-rung / 2) for rung in range(7))
-"""The ν that are tried: 0.5, 0.16, 0.05, …, 0.0005. With the loss nudge, f̂ − νf is no longer
-bounded below for ν much larger.
-"""
-
 _FEW, _MANY = 10, 50
-_HOPELESS = 10.0
-_STEADY = 2
-_WORTHWHILE = 0.5
 _WORTH_HAVING = 0.3
-# Measured errors are 0.4 to 2 times r: linear models, perceptrons, convolutions and Transformers,
-# float32 and float64.
-_ROUNDINGS = 4.0
 
 
 def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
@@ -128,9 +117,19 @@ class NuEstimate:
     symbol: str = "ν"
 
     def __str__(self) -> str:
-        return (
-            f"{self.symbol} {self.nu:.3g}, relative error of the difference about {self.error:.2g}"
-        )
+        chosen = f"{self.symbol} {self.nu:.3g}"
+        return f"{chosen}, relative error of the difference about {self.error:.2g}"
+
+
+class Where(TypedDict):
+    """How and where the meta-gradient is made that a ν is for; `seed` and `first` as in
+    `meta_gradient`.
+    """
+
+    solver: Solver
+    engine: Engine
+    seed: int
+    first: int
 
 
 def estimate_nu(
@@ -155,20 +154,18 @@ def estimate_nu(
     un-nudged solve). Memory: that of a meta-gradient; in place, one copy of the parameters more.
     """
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
-    nus, at_once = LADDER, rungs_at_once if engine.name == "stacked" else 1
+    at_once = rungs_at_once if engine.name == "stacked" else 1
+    width, nus = at_once * estimator.width, LADDER
     cost, found = Cost(), _Disagreement()
     shifts: list[Tensor] = []
-    with engine.session(
-        problem, tasks, width=at_once * estimator.width, seed=seed, cost=cost, first=first
-    ) as groups:
+    with engine.session(problem, tasks, width=width, seed=seed, cost=cost, first=first) as groups:
         inners = list(groups)
         for begin in range(0, len(nus), at_once):
             for motion in _motions(estimator, inners, solver, nus[begin : begin + at_once], shifts):
                 found.see(motion)
-    disagreement, rounding = found.values()
-    nu, error = best_nu(
-        nus, disagreement, order=STENCILS[estimator.stencil].order, rounding=rounding
-    )
+    disagreement, rounding = found.read()
+    order = STENCILS[estimator.stencil].order
+    nu, error = best_nu(nus, disagreement, order=order, rounding=rounding)
     gradients = cost.support_gradients + cost.query_gradients
     longest = float(torch.cat(shifts).double().median().reciprocal()) if shifts else math.inf
     chosen = within(step_aware(solver.steps) if nu is None else nu, longest, nus)
@@ -176,129 +173,31 @@ def estimate_nu(
 
 
 def estimate_epsilon(
-    problem: Problem,
-    tasks: TaskBatch,
-    *,
-    estimator: MAML,
-    solver: Solver,
-    engine: Engine,
-    seed: int = 0,
-    first: int = 0,
+    problem: Problem, tasks: TaskBatch, *, estimator: MAML, **where: Unpack[Where]
 ) -> NuEstimate:
     """The ε of `MAML`'s differences at which the error on these tasks is about the least.
 
     Cost: that of seven meta-gradients of these tasks. Memory: that of one, and a copy of it.
     """
+    solver, engine, seed = where["solver"], where["engine"], where["seed"]
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
     epsilons, cost, found = ladder(problem), Cost(), _Disagreement()
     for epsilon in epsilons:
         total = MetaGradient(problem, len(tasks), metrics=False, seed=seed)
         tried = replace(estimator, epsilon=epsilon)
         with engine.session(
-            problem, tasks, width=tried.width, seed=seed, cost=cost, first=first
+            problem, tasks, width=tried.width, seed=seed, cost=cost, first=where["first"]
         ) as groups:
             for inner in groups:
                 tried.accumulate(inner, solver, total)
         found.see(_Motion(problem, total.gradient))
-    disagreement, rounding = found.values()
-    epsilon_found, error = best_nu(epsilons, disagreement, order=2)
-    chosen = epsilons[0] if epsilon_found is None else epsilon_found
+    disagreement, rounding = found.read()
+    best, error = best_nu(epsilons, disagreement, order=2)
+    chosen = epsilons[0] if best is None else best
     gradients = cost.support_gradients + cost.query_gradients
     return NuEstimate(
         chosen, error, epsilons, disagreement, rounding, len(tasks), gradients, symbol="ε"
     )
-
-
-def within(nu: float, longest: float, nus: Sequence[float]) -> float:
-    """ν, or where it is larger than `longest` the next smaller one that lies between two of the
-    ladder; its last one at least.
-
-    A shifted start further from θ than the solution is where the model is no longer the one that
-    was trained.
-
-    Example:
-        >>> (within(0.3, 0.5, [1.0, 0.25, 0.0625]), within(0.3, 0.2, [1.0, 0.25, 0.0625]),
-        ...     within(0.3, 0.01, [1.0, 0.25, 0.0625]))
-        (0.3, 0.125, 0.0625)
-    """
-    if nu <= longest or math.isnan(longest):
-        return nu
-    return max(
-        (
-            mean
-            for pair in pairwise(nus)
-            if (mean := math.sqrt(pair[0] * pair[1])) <= min(nu, longest)
-        ),
-        default=nus[-1],
-    )
-
-
-def best_nu(
-    nus: Sequence[float],
-    disagreement: Sequence[float],
-    *,
-    order: int,
-    rounding: Sequence[float] | None = None,
-) -> tuple[float | None, float]:
-    """ν from the disagreements of neighbours on a ladder, and the error there; None where nothing
-    agrees.
-
-    It lies between two neighbours that agree; where these are the last two, the disagreement still
-    falls, and it is the last. Smaller ν are taken only where they at least halve the disagreement:
-    where all is noise, its size grows with 1/ν and its disagreement stays.
-
-    Example:
-        >>> # smooth: the smaller the better
-        >>> best_nu([1.0, 0.1, 0.01, 0.001], [0.5, 0.005, 0.00005], order=2)
-        (0.001, 5e-05)
-        >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [3.0, 0.2, 0.6], order=2)  # kinks
-        (0.125, 0.2)
-        >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [2.1, 2.5, 1.9], order=2)  # nothing but noise
-        (0.5, 2.1)
-        >>> # 4e-15 is chance
-        >>> best_nu([1.0, 0.25, 0.0625, 0.015625], [1e-9, 9e-15, 4e-15], order=4,
-        ...     rounding=[3e-16, 1e-15, 5e-15])
-        (0.125, 9e-15)
-    """
-    rounding = [0.0] * len(disagreement) if rounding is None else rounding
-    seen = [
-        expected if found < _ROUNDINGS * expected else found
-        for found, expected in zip(disagreement, rounding, strict=True)
-    ]
-    errors = credible(nus, seen, order=order)
-    place = 0
-    for candidate, error in enumerate(errors):
-        if error < _WORTHWHILE * errors[place]:
-            place = candidate
-    if not errors[place] < _HOPELESS:
-        return None, math.inf
-    nu = nus[-1] if place == len(errors) - 1 else math.sqrt(nus[place] * nus[place + 1])
-    return nu, max(errors[place], disagreement[place])
-
-
-def credible(nus: Sequence[float], disagreement: Sequence[float], *, order: int) -> list[float]:
-    """The disagreements as errors: a disagreement that has risen towards smaller ν is noise, and
-    does not go away with smaller ν still.
-
-    On a few tasks it may seem to, where none of them happens to meet a kink. Believable is a steady
-    fall, at two neighbours in a row and not much faster than the stencil's order allows; then what
-    had risen before was not noise, but ν too large for the stencil.
-
-    Example:
-        >>> credible([1.0, 0.1, 0.01, 0.001, 0.0001], [0.2, 0.4, 0.9, 1e-6], order=2)
-        [0.2, 0.4, 0.9, 0.9]
-        >>> credible([1.0, 0.1, 0.01, 0.001, 0.0001], [0.2, 0.4, 0.02, 0.0002], order=2)
-        [0.2, 0.4, 0.4, 0.0002]
-    """
-    errors = [disagreement[0]]
-    noise, falls = 0.0, 0
-    for place, (before, now) in enumerate(pairwise(disagreement), start=1):
-        if before < min(now, 1.0):
-            noise = max(noise, now)
-        fastest = (nus[place + 1] / nus[place]) ** order / 5
-        falls = falls + 1 if fastest * before <= now <= 0.7 * before else 0
-        errors.append(now if falls >= _STEADY else max(now, noise))
-    return errors
 
 
 class _Motion:
@@ -307,25 +206,24 @@ class _Motion:
     """
 
     def __init__(self, problem: TwoLevels, whole: Params | None = None) -> None:
+        dtypes = problem.theta_dtypes
         self.sum = (
-            {
-                n: torch.zeros_like(p, dtype=problem.theta_dtypes[n], requires_grad=False)
-                for n, p in problem.parameters.items()
-            }
+            {n: torch.zeros_like(p, dtype=dtypes[n]) for n, p in problem.parameters.items()}
             if whole is None
             else whole
         )
         self._roundings = [torch.zeros((), dtype=torch.float64, device=problem.device)]
 
-    def add(self, rows: Params, weight: float) -> None:
-        with torch.no_grad():
-            for name, leaf in self.sum.items():
-                row = rows[name]
-                leaf.add_(row[0] if row.shape[0] == 1 else row.sum(0), alpha=weight)
-                self._roundings.append(
-                    torch.linalg.vector_norm(row, dtype=torch.float64)
-                    * (abs(weight) * torch.finfo(row.dtype).eps)
-                )
+    @torch.no_grad()
+    def add(self, d: Params, weights: Sequence[float]) -> None:
+        """Displacements nudge by nudge, with a weight each."""
+        for name, leaf in self.sum.items():
+            nudged = d[name].unflatten(0, (len(weights), -1))
+            for rows, weight in zip(nudged, weights, strict=True):
+                if weight:
+                    leaf.add_(rows[0] if len(rows) == 1 else rows.sum(0), alpha=weight)
+                    size = torch.linalg.vector_norm(rows, dtype=torch.float64)
+                    self._roundings.append(size * (abs(weight) * torch.finfo(rows.dtype).eps))
 
     @property
     def rounding(self) -> Tensor:
@@ -345,16 +243,15 @@ class _Disagreement:
         if self._before is not None:
             before, size_before, rounding_before = self._before
             apart = _size(leaf - before[n] for n, leaf in motion.sum.items())
-            self._found.append(
-                torch.stack([apart, torch.hypot(rounding, rounding_before)])
-                / torch.minimum(size, size_before)
-            )
+            errors = torch.stack([apart, torch.hypot(rounding, rounding_before)])
+            self._found.append(errors / torch.minimum(size, size_before))
         self._before = motion.sum, size, rounding
 
-    def values(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def read(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The disagreements, and those to be expected from rounding alone."""
-        pairs = torch.stack(self._found).nan_to_num(nan=math.inf, posinf=math.inf).tolist()
-        return tuple(apart for apart, _ in pairs), tuple(rounding for _, rounding in pairs)
+        pairs = torch.stack(self._found).nan_to_num(nan=math.inf, posinf=math.inf)
+        apart, rounding = pairs.T.tolist()
+        return tuple(apart), tuple(rounding)
 
 
 def _size(leaves: Iterable[Tensor]) -> Tensor:
@@ -377,20 +274,14 @@ def _motions(
     """
     motions = [_Motion(inners[0].problem) for _ in nus]
     for inner in inners:
-        base = estimator.base(inner, solver)
+        base = estimator.solve_plain(inner, solver)
         if estimator.start == "shifted":
             assert base.solution is not None
             assert base.force is not None
             shifts.append(norm(centre_shift(inner, base.force)) / norm(base.solution.displacement))
-        for found in estimator.displaced(inner, solver, nus, base):
+        for found in estimator.solve_nudged(inner, solver, nus, base):
             for rung, motion in enumerate(motions):
-                for place, weight in enumerate(found.weights(rung)):
-                    if weight:
-                        rows = slice(place * inner.tasks, (place + 1) * inner.tasks)
-                        motion.add(
-                            {n: leaf[rows] for n, leaf in found.solution.displacement.items()},
-                            weight,
-                        )
+                motion.add(found.solution.displacement, found.weights(rung))
             del found  # or it would still be alive during the next solve
     return motions
 
@@ -443,39 +334,23 @@ class NuTuner:
         return max(self.every, math.ceil(len(LADDER) * self.tasks(count) / (self.share * count)))
 
     def settled(
-        self,
-        estimator: Estimator,
-        problem: Problem,
-        tasks: TaskBatch,
-        *,
-        solver: Solver,
-        engine: Engine,
-        seed: int,
-        first: int,
+        self, estimator: Estimator, problem: Problem, tasks: TaskBatch, **where: Unpack[Where]
     ) -> Estimator:
         """The estimator with the ν to use now, after a look at the first few of the tasks where it
         is time for one.
         """
         if not is_automatic(estimator):
             return estimator
-        stale = self._made_for is not None and self._made_for != (estimator, solver)
+        made_for = (estimator, where["solver"])
+        stale = self._made_for not in (None, made_for)
         if self.nu is None or stale or self._age >= self.interval(len(tasks)):
             few = self.tasks(len(tasks))
             some = tasks if few == len(tasks) else tasks[:few]
-            # No more solves side by side than the meta-gradient itself makes.
-            self.look(
-                estimator,
-                problem,
-                some,
-                solver=solver,
-                engine=engine,
-                seed=seed,
-                first=first,
-                rungs_at_once=len(tasks) // few,
-            )
-        self._made_for = (estimator, solver)
+            # no more solves side by side than the meta-gradient itself makes
+            self.look(estimator, problem, some, rungs_at_once=len(tasks) // few, **where)
+        self._made_for = made_for
+        assert self.nu is not None
         if isinstance(estimator, MAML):
-            assert self.nu is not None
             return replace(estimator, epsilon=self.nu)
         return replace(estimator, nu=self.nu)
 
@@ -485,36 +360,30 @@ class NuTuner:
         problem: Problem,
         tasks: TaskBatch,
         *,
-        solver: Solver,
-        engine: Engine,
-        seed: int,
-        first: int = 0,
         rungs_at_once: int = 1,
+        **where: Unpack[Where],
     ) -> NuEstimate:
         """Choose ν anew on these tasks."""
-        options: dict[str, Any] = {"solver": solver, "engine": engine, "seed": seed, "first": first}
         if isinstance(estimator, MAML):
-            found = estimate_epsilon(problem, tasks, estimator=estimator, **options)
-            order = 2
-            _doubt(found)
+            found, order = estimate_epsilon(problem, tasks, estimator=estimator, **where), 2
+            _warn_of_kinks(found)
         else:
-            found = estimate_nu(
-                problem, tasks, estimator=estimator, rungs_at_once=rungs_at_once, **options
-            )
             order = STENCILS[estimator.stencil].order
-        if self._made_for is not None and self._made_for != (estimator, solver):
-            self._disagreement = (
-                None  # what was found for another estimator says nothing about this one
+            found = estimate_nu(
+                problem, tasks, estimator=estimator, rungs_at_once=rungs_at_once, **where
             )
-        before = self._disagreement if self._disagreement is not None else found.disagreement
-        self._disagreement = [_mean(a, b) for a, b in zip(before, found.disagreement, strict=True)]
+        made_for = (estimator, where["solver"])
+        # what was found for another estimator says nothing about this one
+        known = self._disagreement if self._made_for in (None, made_for) else None
+        before = found.disagreement if known is None else known
+        self._disagreement = [
+            average(a, b) for a, b in zip(before, found.disagreement, strict=True)
+        ]
         nu, _ = best_nu(found.nus, self._disagreement, order=order, rounding=found.rounding)
-        self.nu = within(
-            nu if nu is not None else self.nu if self.nu is not None else found.nu,
-            found.longest,
-            found.nus,
-        )
-        self.last, self._age, self._made_for = found, 0, (estimator, solver)
+        if nu is None:
+            nu = found.nu if self.nu is None else self.nu
+        self.nu = within(nu, found.longest, found.nus)
+        self.last, self._age, self._made_for = found, 0, made_for
         self.gradients += found.gradients
         return found
 
@@ -547,18 +416,11 @@ class NuTuner:
         self.last, self._made_for = None, None
 
 
-def _mean(a: float, b: float) -> float:
-    """Root mean square: errors average as their squares. What is hopeless is not made worse by
-    being infinite.
-    """
-    return math.hypot(min(a, _HOPELESS), min(b, _HOPELESS)) / math.sqrt(2)
-
-
 class ProductsWarning(UserWarning):
     """No ε gives Hessian products by differences that are worth having."""
 
 
-def _doubt(found: NuEstimate) -> None:
+def _warn_of_kinks(found: NuEstimate) -> None:
     if found.error < _WORTH_HAVING:
         return
     warnings.warn(

@@ -19,7 +19,7 @@ from torch import nn
 import metanudge
 from attacked_runs import COMMANDS, TINY, arguments, call, rewrite
 from metanudge.training import runs, specs, use
-from metanudge.training.checkpoint.manifest import MANIFEST, seal
+from metanudge.training.checkpoint.files import MANIFEST, seal
 from metanudge.training.checkpoint.store import CheckpointStore
 from metanudge.training.errors import UserError
 

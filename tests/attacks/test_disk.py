@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from metanudge.cli import main
-from metanudge.training import loop, runs, summary
+from metanudge.training import runs, summary, trainer
 from metanudge.training.checkpoint import CheckpointStore, files
 from metanudge.training.errors import StopTraining
 from metanudge.training.metrics import MetricsLog, Timing
@@ -67,9 +67,9 @@ def test_a_run_folder_that_goes_away(tmp_path: Path, whole: Path, step: int, how
 def test_the_command_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save = loop.Trainer._save
+    save = trainer.Training._save
     monkeypatch.setattr(
-        loop.Trainer,
+        trainer.Training,
         "_save",
         lambda self, **how: (save(self, **how), shutil.rmtree(self.folder))[0],
     )
@@ -142,7 +142,7 @@ def test_a_device_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
         in_place = True
 
-    monkeypatch.setattr(loop, "MetricsLog", OnFullDevice)
+    monkeypatch.setattr(trainer, "MetricsLog", OnFullDevice)
     with pytest.raises(StopTraining, match="No space left on device") as stopped:
         go(tmp_path / "run")
     assert stopped.value.code == 6

@@ -19,12 +19,11 @@ import pytest
 
 import metanudge as mn
 from metanudge.cli import main
-from metanudge.training import loop, runs, trainer
-from metanudge.training.errors import StopTraining
+from metanudge.training import loop, runs, sources, trainer
+from metanudge.training.errors import Interrupted, StopRequest, StopTraining
 from metanudge.training.evaluation import measure
 from metanudge.training.metrics import read_metrics
 from metanudge.training.progress import Quiet
-from metanudge.training.signals import Interrupted, StopRequest
 from metanudge.training.trainer import train
 from metanudge.training.use import adaptation
 from trained_runs import vector_run, vector_table
@@ -243,7 +242,8 @@ def test_a_signal_in_eval_and_adapt(
 def test_a_signal_before_the_first_meta_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
-    since = attack(monkeypatch, trainer, place, call=1, moment="within", number=signal.SIGINT)
+    owner = sources if place.startswith("build_") else trainer
+    since = attack(monkeypatch, owner, place, call=1, moment="within", number=signal.SIGINT)
     assert main(["train", "sinusoid", "--out", str(tmp_path / "run")]) == 130
     assert since() < ALLOWED
     said = capsys.readouterr().err

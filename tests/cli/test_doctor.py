@@ -76,7 +76,7 @@ def test_a_gradient_that_is_no_number_fails() -> None:
 
 
 def test_the_oracle_is_the_implicit_gradient() -> None:
-    model, tasks = doctor._problem()
+    model, _, tasks = doctor.small_problem()
     oracle = doctor._dense_oracle(model, tasks)
     solver = GradientDescent(lr=0.4, steps=60)
     learner = MetaLearner(

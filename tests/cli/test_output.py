@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from metanudge.training import errors, output
+from metanudge.cli import errors as output
+from metanudge.training import errors
 
 METANUDGE = [sys.executable, "-m", "metanudge"]
 TINY = [
@@ -129,7 +130,7 @@ def test_closed_streams_take_everything(tmp_path: Path) -> None:
     """And their descriptors are not given to files, where a stray print would end up."""
     assert redirected(">&- 2>&- <&-", ["train", "--help"], tmp_path).returncode == 0
     program = (
-        "from metanudge.training import output; output.prepare(); print(1); assert open('file',"
+        "from metanudge.cli.errors import prepare; prepare(); print(1); assert open('file',"
         " 'w').fileno() > 2"
     )
     shell = ["bash", "-c", '"$@" >&- 2>&- <&-', "-", sys.executable, "-c", program]
@@ -195,6 +196,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_stream_keeps_what_it_was(tmp_path: Path) -> None:
+    output.codecs.register_error("metanudge", output._spell)
     with (tmp_path / "file").open("w") as file:
         stream = output._stream(
             io.TextIOWrapper(io.BytesIO(), "latin-1", line_buffering=True), file.fileno()

@@ -12,11 +12,11 @@ import torch
 
 from metanudge.cli import main
 from metanudge.solvers import GradientDescent, Nesterov
-from metanudge.training import loop, memory, runs
+from metanudge.training import plan, runs, trainer
 from metanudge.training.config import TrainConfig
-from metanudge.training.divergence import DivergenceWatch, check_steps
-from metanudge.training.duration import DurationWatch
 from metanudge.training.errors import UserError
+from metanudge.training.plan import check_steps
+from metanudge.training.progress import DivergenceWatch, DurationWatch
 from training.test_trainer import TINY, Listener, go
 
 
@@ -109,7 +109,7 @@ def test_a_million_tasks_are_refused_before_they_are_drawn(
     """2 · 10⁶ solves of 1,761 float32 parameters, three copies each, are 39.3 GiB; their examples
     another 0.3.
     """
-    monkeypatch.setattr(memory, "available_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(plan, "available_memory", lambda: 8 * 2**30)
     said = refused(capsys, "sinusoid", "--tasks", "1000000", "--estimator", "fobmaml:nu=0.1")
     for part in (
         "needs at least 39.",
@@ -132,9 +132,9 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         learner, low, high = runs.build_learner(changed, source), 0, 1 << 40
         while low + 1 < high:
             free = (low + high) // 2
-            monkeypatch.setattr(memory, "available_memory", lambda free=free: free)
+            monkeypatch.setattr(plan, "available_memory", lambda free=free: free)
             try:
-                memory.check_solves_fit(changed, source, 1000, learner)
+                plan.check_solves_fit(changed, source, 1000, learner)
                 high = free
             except UserError:
                 low = free
@@ -153,9 +153,9 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_system_that_does_not_tell_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    monkeypatch.setattr(plan, "available_memory", lambda: None)
     config = TrainConfig("sinusoid", tasks=10**9)
-    memory.check_data_fits(config, runs.build_source(config), 10**9)
+    plan.check_data_fits(config, runs.build_source(config), 10**9)
 
 
 def test_a_control_group_limits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +164,8 @@ def test_a_control_group_limits_the_memory(monkeypatch: pytest.MonkeyPatch) -> N
         "/sys/fs/cgroup/memory.current": ["900000"],
         "/sys/fs/cgroup/memory.stat": ["inactive_file 500"],
     }
-    monkeypatch.setattr(memory, "_lines", lambda name: files.get(name, []))
-    assert memory.available_memory() == 100_500
+    monkeypatch.setattr(plan, "_lines", lambda name: files.get(name, []))
+    assert plan.available_memory() == 100_500
 
 
 def test_a_model_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +203,7 @@ def test_a_run_of_hours_on_a_cpu_says_so_after_three_meta_steps(
         def see(self, seconds: float) -> str | None:
             return super().see(1000.0)
 
-    monkeypatch.setattr(loop, "DurationWatch", Slow)
+    monkeypatch.setattr(trainer, "DurationWatch", Slow)
     said = go(tmp_path / "run")
     (note,) = [note for note in said.notes if "on this CPU" in note]
     # 5 meta-steps of 1000 s; 6 test tasks and one validation of 4, each a sixth of a meta-step of 3

@@ -354,3 +354,18 @@ def test_unshrunk_tangent_of_the_loss_nudge_is_exact_for_any_query_loss(lam, sti
         )
         < 1e-12
     )
+
+
+def test_a_singular_system_is_named():
+    """A support loss of curvature −λ: every φ solves the inner problem."""
+    setup = quadratic()
+    learner = mn.MetaLearner(
+        setup.model,
+        lambda model, batch: -0.5 * LAM * model.vector.square().sum() + 0 * batch[0].sum(),
+        lam=LAM,
+        solver=GD,
+        estimator=mn.Exact(),
+        engine="stacked",
+    )
+    with pytest.raises(torch.linalg.LinAlgError, match=r"task 0 is singular.*larger lam"):
+        learner.meta_gradient(setup.tasks, metrics=False)

@@ -430,9 +430,9 @@ def test_parameters_that_begin_to_adapt_later_have_no_stiffness():
 def test_recorded_meta_steps_follow_the_stiffness(options: dict):
     """A CUDA graph that was recorded once sees the λ of every later meta-step."""
     results = []
-    for capture in (True, False):
+    for recorded in (True, False):
         setup = small()
-        own = learner_for(setup, mn.FOBMAML(nu=0.1), capture=capture, **options).cuda()
+        own = learner_for(setup, mn.FOBMAML(nu=0.1), compile=recorded, **options).cuda()
         tasks = setup.tasks.to("cuda")
         optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
         for _ in range(5):

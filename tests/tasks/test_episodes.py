@@ -7,7 +7,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -16,27 +15,13 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from conformance import rows_as_inputs, sources
 from metanudge.task import Task
-from metanudge.tasks import MNIST1D, Episodes, Labelled, Quadratic, Sinusoid
+from metanudge.tasks import Episodes, Sinusoid
 
-SRC = Path(__file__).resolve().parents[2] / "src"
-
-
-def rows_as_inputs(classes: int = 40, each: int = 30, **options) -> Labelled:
-    """A source whose inputs are the row numbers themselves, so that a test sees which examples were
-    drawn.
-    """
-    options = {"ways": 5, "shots": 3, "queries": 4} | options
-    return Labelled(np.arange(classes * each), np.arange(classes * each) % classes, **options)
-
-
-SOURCES: dict[str, Callable[[], Episodes]] = {
-    "labelled": rows_as_inputs,
-    "labelled, large": lambda: rows_as_inputs(each=200),
-    "mnist1d": lambda: MNIST1D(num_samples=1000, queries=3, cache=False),
-    "sinusoid": lambda: Sinusoid(shots=3, queries=5, noise=0.1),
-    "quadratic": lambda: Quadratic(dim=5),
-}
+HERE = Path(__file__).resolve().parent
+SRC = HERE.parents[1] / "src"
+SOURCES = sources()
 
 
 @pytest.fixture(params=SOURCES)
@@ -80,7 +65,7 @@ print(report())
 def test_fresh_processes_see_the_same_stream():
     def start(hash_seed: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", PROGRAM, str(SRC), str(Path(__file__).parent)]
+        command = [sys.executable, "-c", PROGRAM, str(SRC), str(HERE), str(HERE.parent)]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
     processes = [start("1"), start("2")]

@@ -17,10 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
-from metanudge.tasks import Omniglot, omniglot_archive, omniglot_files
-from metanudge.tasks.omniglot_archive import read_part
-from metanudge.tasks.omniglot_files import CHARACTERS, load_omniglot
-from metanudge.tasks.omniglot_splits import random_split, vinyals_split
+from metanudge.tasks import Omniglot, omniglot_files
+from metanudge.tasks.omniglot import random_split, vinyals_split
+from metanudge.tasks.omniglot_files import CHARACTERS, load_omniglot, read_part
 
 FEW = {"images_background": 3, "images_evaluation": 2}
 
@@ -102,7 +101,7 @@ def test_the_archives_give_exactly_the_published_images(data, tmp_path, cache, m
 
 def test_the_whole_archives_are_complete_and_in_order(data, monkeypatch):
     monkeypatch.setattr(
-        omniglot_archive, "_shrunk", lambda content, where: np.zeros((28, 28), np.uint8)
+        omniglot_files, "_shrunk", lambda content, where: np.zeros((28, 28), np.uint8)
     )
     names = [
         read_part(data / "omniglot" / f"{part}.zip", count).names
@@ -340,7 +339,7 @@ def test_symbolic_links_and_giant_entries_are_refused(tmp_path, monkeypatch):
         archive.writestr(link, "/etc/passwd")
     with pytest.raises(ValueError, match="its entry 'images_background/link' is a symbolic link"):
         read_part(path, 3)
-    monkeypatch.setattr(omniglot_archive, "_MAX_BYTES", 100)
+    monkeypatch.setattr(omniglot_files, "_MAX_BYTES", 100)
     with pytest.raises(
         ValueError,
         match=r"'images_background/Alphabet_of_b/character01/0001_01.png' is [\d,]+ bytes long",
@@ -359,10 +358,10 @@ def test_archives_are_limited_by_what_they_unpack_to(tmp_path, monkeypatch):
         ValueError, match=rf"packed.zip: {name} cannot be read .*other than deflate"
     ):
         read_part(tmp_path / "packed.zip", 3)
-    monkeypatch.setattr(omniglot_archive, "_MAX_TOTAL", 1000)
+    monkeypatch.setattr(omniglot_files, "_MAX_TOTAL", 1000)
     with pytest.raises(ValueError, match=r"a.zip was refused: it unpacks to more than 1,000 bytes"):
         read_part(path, 3)
-    monkeypatch.setattr(omniglot_archive, "_MAX_BYTES", 100)
+    monkeypatch.setattr(omniglot_files, "_MAX_BYTES", 100)
     write_folder(tmp_path, files)
     with pytest.raises(ValueError, match=r"0001_01.png is more than 100 bytes long"):
         read_part(tmp_path / "images_background", 3)

@@ -246,7 +246,7 @@ def test_arrays_of_another_byte_order(tmp_path: Path) -> None:
 def test_an_array_that_unpacks_to_too_much_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metanudge.tasks.read_file._LARGEST", 1000)
+    monkeypatch.setattr("metanudge.tasks.read_folder._MOST_BYTES", 1000)
     (tmp_path / "a").mkdir()
     np.savez_compressed(tmp_path / "a" / "0.npz", np.zeros(1_000_000))
     with pytest.raises(

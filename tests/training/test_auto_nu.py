@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from metanudge.tasks import Episodes
-from metanudge.training import loop, runs
+from metanudge.training import runs
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.errors import StopTraining
 from metanudge.training.metrics import read_metrics
@@ -29,7 +29,9 @@ AUTO = {"estimator": "fobmaml:nu=auto", "model": "mlp:hidden=(6,),activation=rel
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     """Looks every second meta-step; the episodes that were drawn for looks."""
-    monkeypatch.setattr(loop, "NuTuner", partial(NuTuner, every=2, share=100.0, most_tasks=2))
+    monkeypatch.setattr(
+        "metanudge.learner.NuTuner", partial(NuTuner, every=2, share=100.0, most_tasks=2)
+    )
     drawn: list[range] = []
     batch = Episodes.batch
 

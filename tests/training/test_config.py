@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metanudge.names import printable
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
-from metanudge.training.trust import printable
 from metanudge.version import __version__
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from metanudge.cli import main
-from metanudge.tasks import Sinusoid
+from metanudge.tasks import SOURCES, Sinusoid
 from metanudge.training import runs
 from metanudge.training.checkpoint import CheckpointStore, save
+from metanudge.training.device import environment
 from metanudge.training.distributed import Group
-from metanudge.training.environment import environment
 from metanudge.training.errors import UserError
-from metanudge.training.lock import RunLock
+from metanudge.training.files import RunLock
 from metanudge.training.metrics import read_metrics
 from metanudge.training.plan import make_plan
 from metanudge.training.progress import Quiet
@@ -99,7 +99,7 @@ class Marked(Sinusoid):
 def test_changed_data_are_refused_unless_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(runs._SOURCES, "sinusoid", Marked)
+    monkeypatch.setitem(SOURCES, "sinusoid", Marked)
     run = tmp_path / "run"
     go(run, **SHORT)
     assert CheckpointStore(run / "checkpoints").load().state["data_sha256"] == "1" * 64

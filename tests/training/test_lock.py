@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from metanudge.training.errors import UserError
-from metanudge.training.lock import LOCK, RunLock, check_free, job_of
+from metanudge.training.files import LOCK, RunLock, check_free, job_of
 
 
 def silent(text: str) -> None:
@@ -39,7 +39,7 @@ def test_the_second_is_refused_with_the_name_of_the_first_until_that_lets_go(
 
 
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from metanudge.training.lock import RunLock\n"
+    code = "import sys, pathlib; from metanudge.training.files import RunLock\n"
     code += (
         "RunLock(print).take(pathlib.Path(sys.argv[1])); print('held', flush=True);"
         " sys.stdin.read()"
@@ -93,7 +93,7 @@ def test_without_locks_the_run_goes_on_and_is_told(
         raise OSError(number, os.strerror(number or 0))
 
     (
-        monkeypatch.setattr("metanudge.training.lock.fcntl", None)
+        monkeypatch.setattr("metanudge.training.files.fcntl", None)
         if number is None
         else monkeypatch.setattr(fcntl, "flock", no_locks)
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from metanudge.training.signals import StopRequest
+from metanudge.training.errors import StopRequest
 from training.test_resume import finish, lines, start
 
 LONG = [

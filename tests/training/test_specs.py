@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import metanudge as mn
 from metanudge.training import specs
 from metanudge.training.errors import UserError
+from metanudge.training.spec_language import Spec, split
 
 positive = st.floats(min_value=1e-300, max_value=1e300)
 
@@ -47,8 +48,8 @@ class Everything:
     )
 )
 def test_every_option_round_trips_through_its_canonical_text(options: dict[str, object]) -> None:
-    text = str(specs.Spec("everything", options))
-    _, raw = specs.split("--x", text)
+    text = str(Spec("everything", options))
+    _, raw = split("--x", text)
     again = specs.convert(raw, Everything, "--x", "everything")
     assert again == options
     assert {k: type(v) for k, v in again.items()} == {k: type(v) for k, v in options.items()}
@@ -97,9 +98,9 @@ def test_the_automatic_solver_follows_the_kind_of_tasks(
 
 
 def test_all_estimators_and_solvers_can_be_named() -> None:
-    for name in specs.ESTIMATORS_BY_NAME:
+    for name in specs.named_estimators():
         assert type(specs.build_estimator(name)).__name__.lower() == name
-    assert set(specs.SOLVERS) == {
+    assert set(specs.named_solvers()) == {
         "gradient_descent",
         "nesterov",
         "torch_optimizer",

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any, Protocol
 
-from metanudge.training.clock import clock
+from metanudge.names import clock
 
 
 class Progress(Protocol):

@@ -13,7 +13,7 @@ import numpy
 import torch
 
 import metanudge
-from metanudge.training.environment import cpu_model
+from metanudge.training.device import cpu_model
 from metanudge.version import __version__
 
 COMMIT_VARIABLE = "METANUDGE_COMMIT"

@@ -8,11 +8,15 @@ that a print in grey and a colour-blind reader can tell them apart. The page rep
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from metanudge_lab.experiments.spread import Spread
 
 INK, FAINT = "#23272f", "#d5dae1"
 
@@ -51,6 +55,14 @@ def line(method: str) -> dict[str, Any]:
     # markers that are all edge
     edge = look["color"] if look["marker"] in ("1", "2", "3", "4", "x", "+") else "none"
     return {"markersize": 5, "markeredgecolor": edge, **look, "label": method}
+
+
+def band(axes: Axes, curve: Mapping[Any, Spread], *, alpha: float = 0.13, **look: Any) -> None:
+    """Medians as a line, and from the lowest to the highest a band of the same colour."""
+    at, spreads = list(curve), list(curve.values())
+    axes.plot(at, [spread.median for spread in spreads], **look)
+    low, high = [spread.low for spread in spreads], [spread.high for spread in spreads]
+    axes.fill_between(at, low, high, color=look["color"], alpha=alpha, linewidth=0)
 
 
 def figure(
@@ -108,3 +120,9 @@ def legend(axes: Axes, *, beside: bool = True, **options: Any) -> None:
         return
     place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)} if beside else {"loc": "best"}
     axes.legend(**{"frameon": False, "fontsize": 8.5, "labelcolor": INK, **place, **options})
+
+
+def figure_legend(figure: Figure, handles: Sequence[Artist], **options: Any) -> None:
+    """A legend for all axes of a figure, to their right unless `loc` says otherwise."""
+    look = {"loc": "outside right center", "frameon": False, "fontsize": 9, "labelcolor": INK}
+    figure.legend(handles=handles, **{**look, **options})

@@ -15,6 +15,7 @@ from metanudge_lab.experiments import gradient_quality, outer_loss
 from metanudge_lab.experiments import quadratics as q
 from metanudge_lab.experiments.base import Measured, Result, Verdict
 from metanudge_lab.experiments.error_parts import ErrorParts
+from metanudge_lab.experiments.outer_loss_rows import best_rate
 from metanudge_lab.experiments.quadratics import Problem
 
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ def test_a_rate_that_diverges_is_a_row_and_never_the_best() -> None:
         [Measured(cell, outer_loss.measure(cell, config, CPU), 0.0, 0) for cell in cells],
     )
     assert math.isnan(result.values("exact", rate=1e60)[-1])
-    assert outer_loss.best_rate(result, q.FO_MAML, "exact") == 0.1
+    assert best_rate(result, q.FO_MAML, "exact") == 0.1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from metanudge_lab.experiments import (
     convergence,
     lambda_effect,
     nu_sensitivity,
+    power_laws,
     spending,
 )
 from metanudge_lab.experiments import quadratics as q
@@ -308,7 +309,7 @@ def test_orders_in_nu_are_fitted(power: float, holds: bool) -> None:
         "stencil": "symmetric",
         "varied": "nu",
     }
-    found = bias_rates.law(
+    found = power_laws.law(
         result_of(bias_rates, config, [(cell, rows)]),
         "logistic regression",
         "loss",
@@ -344,7 +345,7 @@ def test_orders_in_delta_are_those_of_the_best_nu(constant: float) -> None:
         "stencil": "symmetric",
         "varied": "delta",
     }
-    found = bias_rates.law(
+    found = power_laws.law(
         result_of(bias_rates, config, [(cell, rows)]),
         "logistic regression",
         "loss",

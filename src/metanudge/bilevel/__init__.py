@@ -11,7 +11,6 @@ itself): with φ_ν = argmin_φ g(x, φ) + ν f(x, φ),
 where ∂_x is taken at fixed φ: plain first-order gradients of the user's two functions.
 """
 
-from metanudge.bilevel.loss import solve_bilevel
-from metanudge.bilevel.solve import Hypergradient, hypergradient
+from metanudge.bilevel.solve import Hypergradient, hypergradient, solve_bilevel
 
 __all__ = ["Hypergradient", "hypergradient", "solve_bilevel"]

@@ -5,23 +5,25 @@ autograd.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from metanudge.bilevel.problem import Bilevel, Level
 from metanudge.engines import Cost, Inner, Measured
 from metanudge.engines.inner import NudgedOracle
 from metanudge.estimators import NonFiniteError
-from metanudge.params import Params, norm
+from metanudge.params import Params, flatten, norm, wide
 from metanudge.problem import Nudge
 from metanudge.solvers.base import LinearSolver, Solution, Trace, unroll
 from metanudge.solvers.conjugate_gradient import LinearSolve
 
 Gradients = dict[str, Tensor | None]
+Taken = TypeVar("Taken")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class BilevelInner(Inner):
     ) -> NudgedOracle:
         """A shift moves x, and with it the problem itself."""
         self._forget()
-        inner = self if shift is None else self._moved(shift)
+        inner = self
+        if shift is not None:
+            inner = BilevelInner(self.problem.moved(shift), self.cost)
         return NudgedOracle(inner, offsets, nudge if offsets[0] else None, force, None)
 
     def verify(self, solution: Solution, offsets: Sequence[float]) -> None:
@@ -87,6 +91,12 @@ class BilevelInner(Inner):
 
     def judge(self, solve: LinearSolve) -> None:
         """Without curvature along ∂_φ f there is no implicit gradient."""
+        if bool(solve.singular):
+            raise ValueError(
+                "The Hessian of inner in phi is singular where the solve ended, so inner does not"
+                " determine phi and there is no implicit gradient. Make inner strictly convex in"
+                " phi, e.g. by adding 1e-3 * phi.square().sum()."
+            )
         if bool(solve.indefinite) and float(norm(solve.x)) == 0:
             residual = float(norm(self.at("inner", self.solution.displacement).by_phi))
             raise ValueError(
@@ -101,19 +111,15 @@ class BilevelInner(Inner):
     def imprecision(
         self, solution: Solution, offsets: Sequence[float], force: Params | None
     ) -> Tensor:
-        """The nudged gradient where the solve ended: both functions are evaluated there anyway.
-        Nothing for what is compared with.
+        """The nudged gradient where the solve ended: both functions are evaluated there anyway. 0
+        for what is compared with.
         """
-        d = solution.displacement
-        if not offsets[0]:
+        d, (nu,) = solution.displacement, offsets
+        if not nu:
             return torch.zeros_like(solution.residual)
         pull = self.at("outer", d).by_phi if force is None else force
-        return norm(
-            {
-                n: torch.add(leaf, pull[n], alpha=offsets[0])
-                for n, leaf in self.at("inner", d).by_phi.items()
-            }
-        )
+        own = self.at("inner", d).by_phi
+        return norm({n: torch.add(leaf, pull[n], alpha=nu) for n, leaf in own.items()})
 
     def stream(self, meta_step: int, row: int) -> tuple[int, ...]:
         """One task, and no meta-steps."""
@@ -128,9 +134,6 @@ class BilevelInner(Inner):
         """Where solves start."""
         return self.problem.parameters
 
-    def _moved(self, shift: Params) -> BilevelInner:
-        return BilevelInner(self.problem.moved(shift), self.cost)
-
     # ---------------------------------------------------------------------------- first derivatives
 
     def at(self, level: Level, d: Params) -> Point:
@@ -141,16 +144,9 @@ class BilevelInner(Inner):
             if known == level and place is d:
                 return point
         x, phi = _variables(self.problem.shared), _variables(self.problem.phi(d))
-        value = self.problem.evaluate(level, x, phi)
-        self._count(level)
-        g = gradients(value, {**phi, **x})
-        _check_dependence(level, {n: g[n] for n in phi})
+        value, g = self._differentiate(level, x, phi, by_x=True)
         self.depends_on_x = self.depends_on_x or any(g[n] is not None for n in x)
-        point = Point(
-            value.detach(),
-            _rows(g, d),
-            {n: torch.zeros_like(t) if (leaf := g[n]) is None else leaf for n, t in x.items()},
-        )
+        point = Point(value.detach(), _rows(g, d), _filled(g, x))
         self._seen.append((level, d, point))
         return point
 
@@ -162,59 +158,64 @@ class BilevelInner(Inner):
         if not shared:
             return self._gradient("outer", d, step)[1]
         point = self.at("outer", d)
-        return {**point.by_phi, **{n: leaf.unsqueeze(0) for n, leaf in point.by_x.items()}}
+        return point.by_phi | _as_rows(point.by_x)
 
     def shared_gradient(
         self, d: Params, offsets: Tensor | None, weights: Sequence[float]
     ) -> Params:
         """∂_x of w (g + ν f)."""
-        dtypes = {n: leaf.dtype for n, leaf in self.problem.zero_gradient().items()}
-        total = {n: leaf.to(dtypes[n]) for n, leaf in self.at("inner", d).by_x.items()}
+        total = {n: leaf.to(wide(leaf.dtype)) for n, leaf in self.at("inner", d).by_x.items()}
         if offsets is not None and (nu := float(offsets[0])):
-            total = {
-                n: torch.add(total[n], leaf, alpha=nu)
-                for n, leaf in self.at("outer", d).by_x.items()
-            }
-        return {n: (weights[0] * leaf).unsqueeze(0) for n, leaf in total.items()}
+            direct = self.at("outer", d).by_x
+            total = {n: torch.add(leaf, direct[n], alpha=nu) for n, leaf in total.items()}
+        return _as_rows({n: weights[0] * leaf for n, leaf in total.items()})
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """f without gradients."""
         problem = self.problem if shift is None else self.problem.moved(shift)
+        phi = problem.phi(self.zeros(1) if d is None else d)
         with torch.no_grad():
-            value = problem.evaluate(
-                "outer", problem.shared, problem.phi(self.zeros(1) if d is None else d)
-            ).reshape(1)
+            value = problem.evaluate("outer", problem.shared, phi).reshape(1)
         return Measured(value, torch.full_like(value, math.nan))
 
     def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
         """g + ν f without gradients."""
+        x, phi = self.problem.shared, self.problem.phi(d)
         with torch.no_grad():
-            x, phi = self.problem.shared, self.problem.phi(d)
-            value = self.problem.evaluate("inner", x, phi, step)
-            if offsets is not None:
-                value = value + offsets[0] * self.problem.evaluate("outer", x, phi, step)
-            return value.reshape(1)
+            (value,) = _nudged(lambda level: (self.problem.evaluate(level, x, phi, step),), offsets)
+        return value.reshape(1)
 
     def data_gradient(
         self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
     ) -> tuple[Tensor, Params]:
         """g + ν f and its gradient in φ."""
-        value, g = self._gradient("inner", d, step)
-        if offsets is not None:
-            outer, pull = self._gradient("outer", d, step)
-            value = value + offsets[0] * outer
-            g = {n: leaf.addcmul_(pull[n], offsets[0].to(leaf)) for n, leaf in g.items()}
+        value, g = _nudged(lambda level: self._gradient(level, d, step), offsets)
         return value.reshape(1), g
 
     def _gradient(self, level: Level, d: Params, step: int) -> tuple[Tensor, Params]:
         phi = _variables(self.problem.phi(d))
-        value = self.problem.evaluate(level, self.problem.shared, phi, step)
-        self._count(level)
-        g = gradients(value, phi)
-        _check_dependence(level, g)
+        value, g = self._differentiate(level, self.problem.shared, phi, step)
         # Leaves that enter as a sum share one gradient tensor, and solvers may overwrite what they
         # are given.
         return value.detach(), {n: leaf.clone() for n, leaf in _rows(g, d).items()}
+
+    def _differentiate(
+        self,
+        level: Level,
+        x: Params,
+        phi: Params,
+        step: int = 0,
+        *,
+        by_x: bool = False,
+        create_graph: bool = False,
+    ) -> tuple[Tensor, Gradients]:
+        """One of the functions and its gradient, by φ alone or by both."""
+        value = self.problem.evaluate(level, x, phi, step)
+        self.cost.support_gradients += level == "inner"
+        self.cost.query_gradients += level == "outer"
+        g = gradients(value, phi | x if by_x else phi, create_graph=create_graph)
+        _check_dependence(level, {n: g[n] for n in phi})
+        return value, g
 
     # --------------------------------------------------------------------------- second derivatives
 
@@ -222,133 +223,80 @@ class BilevelInner(Inner):
         self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
     ) -> tuple[Tensor, Params, Params]:
         """g + ν f, its gradient and its Hessian in φ times v."""
-        value, g, hv = self._hvp("inner", d, v, step)
-        if offsets is not None:
-            more = self._hvp("outer", d, v, step)
-            value = value + offsets[0] * more[0]
-            g, hv = (
-                {n: a[n] + offsets[0].to(a[n]) * b[n] for n in a}
-                for a, b in ((g, more[1]), (hv, more[2]))
-            )
+        value, g, hv = _nudged(lambda level: self._hvp(level, d, v, step), offsets)
         return value.reshape(1), g, hv
 
     def _hvp(self, level: Level, d: Params, v: Params, step: int) -> tuple[Tensor, Params, Params]:
         phi = _variables(self.problem.phi(d))
-        value, g = self._graph(level, self.problem.shared, phi, step)
-        hv = self._second(g, v, phi)
-        return (
-            value.detach(),
-            _rows({n: None if t is None else t.detach() for n, t in g.items()}, d),
-            _rows(hv, d),
-        )
+        value, g = self._differentiate(level, self.problem.shared, phi, step, create_graph=True)
+        hv = _rows(self._product(g, v, phi), d)
+        return value.detach(), {n: leaf.detach() for n, leaf in _rows(g, d).items()}, hv
 
     def shared_hvp(self, d: Params, v: Params) -> Params:
         """∂_x ⟨∂_φ g, v⟩, which is the derivative of ∂_x g along v in φ."""
         x, phi = _variables(self.problem.shared), _variables(self.problem.phi(d))
-        _, g = self._graph("inner", x, phi, 0)
-        product = self._second(g, v, x)
-        return {
-            n: (torch.zeros_like(t) if (leaf := product[n]) is None else leaf).unsqueeze(0)
-            for n, t in x.items()
-        }
+        _, g = self._differentiate("inner", x, phi, create_graph=True)
+        return _as_rows(_filled(self._product(g, v, x), x))
+
+    def _product(self, g: Gradients, v: Params, by: Params) -> Gradients:
+        """The derivative of ⟨g, v⟩."""
+        self.cost.hessian_products += 1
+        product = torch.stack([(t * v[n][0]).sum() for n, t in g.items() if t is not None]).sum()
+        return second_gradients(product, by)
 
     def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
         """∂g by φ and by x."""
         x, phi = _variables(self.problem.shared), _variables(self.problem.phi(d))
-        value = self.problem.evaluate("inner", x, phi, step)
-        self._count("inner")
-        return self._by_both(gradients(value, {**phi, **x}), d, x)
+        _, g = self._differentiate("inner", x, phi, step, by_x=True)
+        return self._by_both(g, d, x)
 
     def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
         """∂⟨∂_φ g, v⟩ by φ and by x."""
         x, phi = _variables(self.problem.shared), _variables(self.problem.phi(d))
-        _, g = self._graph("inner", x, phi, step)
-        return self._by_both(self._second(g, v, {**phi, **x}), d, x)
+        _, g = self._differentiate("inner", x, phi, step, create_graph=True)
+        return self._by_both(self._product(g, v, phi | x), d, x)
 
     def _by_both(self, g: Gradients, d: Params, x: Params) -> Params:
         self.depends_on_x = self.depends_on_x or any(g[n] is not None for n in x)
-        by_x = {n: (torch.zeros_like(t) if (leaf := g[n]) is None else leaf) for n, t in x.items()}
-        return {**_rows(g, d), **{n: leaf.unsqueeze(0) for n, leaf in by_x.items()}}
+        return _rows(g, d) | _as_rows(_filled(g, x))
 
     def hessian(self, d: Params) -> Tensor:
-        """That of g in φ, row by row from one graph; refused where it is singular."""
+        """That of g in φ, row by row from one graph."""
         phi = _variables(self.problem.phi(d))
-        _, g = self._graph("inner", self.problem.shared, phi, 0)
+        _, g = self._differentiate("inner", self.problem.shared, phi, create_graph=True)
         rows = []
         for entry in torch.cat([t.flatten().to(d[n].dtype) for n, t in g.items() if t is not None]):
             self.cost.hessian_products += 1
-            with second_derivatives():
-                row = _rows(gradients(entry, phi, retain_graph=True), d)
-            rows.append(torch.cat([leaf.flatten() for leaf in row.values()]))
-        hessian = torch.stack(rows)
-        if bool(torch.linalg.lu_factor_ex(hessian).info):
-            raise ValueError(
-                "The Hessian of inner in phi is singular where the solve ended, so inner does not"
-                " determine phi and there is no implicit gradient. Make inner strictly convex in"
-                " phi, e.g. by adding 1e-3 * phi.square().sum()."
-            )
-        return hessian.unsqueeze(0)
+            row = second_gradients(entry, phi, retain_graph=True)
+            rows.append(flatten(_rows(row, d)))
+        return torch.cat(rows).unsqueeze(0)
 
     def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:
         """d f(x, φ_K(x)) / dx, backwards through the steps."""
-        trace = Trace(self.oracle([0.0], None, None, None))
+        trace, mu = Trace(self.oracle([0.0], None, None, None)), self.problem.smallest_lam
         x = _variables(self.problem.shared)
 
         def gradient(d: Params, step: int) -> Params:
-            if step < solver.steps - unrolled:
-                value, g = self._gradient("inner", d, step)
-            else:
-                phi = {
-                    n: t if t.requires_grad else t.requires_grad_()
-                    for n, t in self.problem.phi(d).items()
-                }
-                value, graph = self._graph("inner", x, phi, step)
-                g = _rows(graph, d)
+            phi = {n: t.requires_grad_() for n, t in self.problem.phi(d).items()}
+            followed = step >= solver.steps - unrolled
+            value, found = self._differentiate("inner", x, phi, step, create_graph=followed)
+            g = _rows(found, d)
             trace.record(value.reshape(1), {n: leaf.detach() for n, leaf in g.items()})
             return g
 
-        d = unroll(
-            solver,
-            self.zeros(1),
-            gradient,
-            strong_convexity=self.problem.smallest_lam,
-            last=unrolled,
-        )
-        with second_derivatives():
-            found = gradients(self.problem.evaluate("outer", x, self.problem.phi(d)), x)
-        self._count("outer")
+        d = unroll(solver, self.zeros(1), gradient, strong_convexity=mu, last=unrolled)
+        found = second_gradients(self.problem.evaluate("outer", x, self.problem.phi(d)), x)
+        self.cost.query_gradients += 1
         self.cost.hessian_products += unrolled
-        g = {
-            n: (torch.zeros_like(x[n]) if leaf is None else leaf).unsqueeze(0)
-            for n, leaf in found.items()
-        }
-        return g, trace.solution(
-            {n: leaf.detach() for n, leaf in d.items()}, torch.full((1,), solver.steps)
-        )
-
-    def _graph(self, level: Level, x: Params, phi: Params, step: int) -> tuple[Tensor, Gradients]:
-        value = self.problem.evaluate(level, x, phi, step)
-        self._count(level)
-        g = gradients(value, phi, create_graph=True)
-        _check_dependence(level, g)
-        return value, g
-
-    def _second(self, g: Gradients, v: Params, by: Params) -> Gradients:
-        self.cost.hessian_products += 1
-        product = torch.stack([(t * v[n][0]).sum() for n, t in g.items() if t is not None]).sum()
-        with second_derivatives():
-            return gradients(product, by)
-
-    def _count(self, level: Level) -> None:
-        self.cost.support_gradients += level == "inner"
-        self.cost.query_gradients += level == "outer"
+        end = {n: leaf.detach() for n, leaf in d.items()}
+        steps = torch.full((1,), solver.steps)
+        return _as_rows(_filled(found, x)), trace.solution(end, steps)
 
 
-@contextmanager
-def second_derivatives() -> Iterator[None]:
-    """Say, where torch cannot take a second derivative, who does without."""
+def second_gradients(value: Tensor, by: Params, *, retain_graph: bool | None = None) -> Gradients:
+    """Gradients of what was made from gradients; says, where torch has none, who does without."""
     try:
-        yield
+        return gradients(value, by, retain_graph=retain_graph)
     except RuntimeError as error:
         error.add_note(
             "A second derivative was needed. FOBMAML with a finite difference, e.g."
@@ -378,15 +326,33 @@ def _variables(tensors: Params) -> Params:
     return {n: t.detach().requires_grad_() for n, t in tensors.items()}
 
 
+def _nudged(take: Callable[[Level], Taken], offsets: Tensor | None) -> Taken:
+    """What is taken of g, plus ν times the same of f."""
+    own = take("inner")
+    if offsets is None:
+        return own
+    nu = offsets[0]
+
+    def add(a: Tensor, b: Tensor) -> Tensor:  # a value, 0-d, may become as wide as ν
+        return torch.addcmul(a, b, nu.to(a)) if a.ndim else a + nu * b
+
+    nudged: Taken = pytree.tree_map(add, own, take("outer"))
+    return nudged
+
+
+def _filled(g: Gradients, like: Params) -> Params:
+    """Gradients by these tensors, zero where there is none."""
+    return {n: torch.zeros_like(t) if (leaf := g[n]) is None else leaf for n, t in like.items()}
+
+
+def _as_rows(tensors: Params) -> Params:
+    return {n: leaf.unsqueeze(0) for n, leaf in tensors.items()}
+
+
 def _rows(g: Gradients, d: Params) -> Params:
-    return {
-        n: (
-            torch.zeros_like(at)
-            if (leaf := g[n]) is None
-            else leaf.to(at.dtype).unsqueeze(0).contiguous()
-        )
-        for n, at in d.items()
-    }
+    """Gradients by φ in the shape and dtype of displacements."""
+    leaves = _as_rows(_filled(g, {n: leaf[0] for n, leaf in d.items()}))
+    return {n: leaf.to(d[n].dtype).contiguous() for n, leaf in leaves.items()}
 
 
 def _check_dependence(level: Level, g: Gradients) -> None:

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from metanudge.bilevel.tree import Tree, wide
+from metanudge.bilevel.tree import Tree
 from metanudge.engines.randomness import Draws
-from metanudge.params import Params
-from metanudge.proximal import Absent
+from metanudge.params import Params, wide
+from metanudge.proximal import Absent, Proximal
 from metanudge.task import describe
 
 Function = Callable[[Any, Any], Tensor]
@@ -49,7 +49,7 @@ class Bilevel:
         self._functions: dict[str, Function] = {"inner": inner, "outer": outer}
         self._x_tree, self._phi_tree = x, init
         self.shared, self.parameters = x.tensors, init.tensors
-        self.proximal = Absent(math.nan if strong_convexity is None else strong_convexity)
+        self.proximal: Proximal = Absent(math.nan if strong_convexity is None else strong_convexity)
         self.smallest_lam = self.proximal.smallest_curvature
         self.theta_dtypes = {n: wide(t.dtype) for n, t in self.parameters.items()}
         self.device = next(iter(self.parameters.values())).device

@@ -1,4 +1,6 @@
-"""`hypergradient`: the derivative of an outer loss through the solution of an inner problem."""
+"""`hypergradient`, the derivative of an outer loss through the solution of an inner problem, and
+`solve_bilevel`, that loss as a node of torch's graph.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from metanudge.bilevel.inner import BilevelInner
-from metanudge.bilevel.problem import Bilevel, Function
+from metanudge.bilevel.problem import Bilevel, Function, Level
 from metanudge.bilevel.tree import Tree
 from metanudge.engines import Cost
 from metanudge.engines.uninterrupted import uninterrupted
@@ -124,11 +127,11 @@ def hypergradient(
     """
     x_tree, init_tree = Tree(x, "x"), Tree(init, "phi")
     problem = Bilevel(inner, outer, x_tree, init_tree, strong_convexity=strong_convexity, seed=seed)
-    solver, estimator = choose(problem, solver, estimator, strong_convexity)
-    total, found = differentiate(problem, solver, estimator)
+    solver, estimator = _choose(problem, solver, estimator, strong_convexity)
+    total, found = _differentiate(problem, solver, estimator)
     d, cost = found.solution.displacement, found.cost
     lower, upper = found.at("inner", d), found.at("outer", d)
-    signal = float(norm(upper.by_phi))
+    signal, linear = float(norm(upper.by_phi)), found.linear_residual
     return Hypergradient(
         gradient=x_tree.build_alone(
             {n: leaf.to(problem.shared[n].dtype) for n, leaf in total.gradient.items()}
@@ -140,21 +143,52 @@ def hypergradient(
         steps=int(found.solution.steps),
         nu=total.nu,
         error=None if total.error is None else float(total.error) / signal if signal else math.inf,
-        linear_residual=(
-            None
-            if found.linear_residual is None
-            else found.linear_residual / signal
-            if signal
-            else 0.0
-        ),
+        linear_residual=None if linear is None else linear / signal if signal else 0.0,
         inner_gradients=cost.support_gradients,
         outer_gradients=cost.query_gradients,
         hessian_products=cost.hessian_products,
     )
 
 
+def solve_bilevel(
+    inner: Function,
+    outer: Function,
+    x: Any,
+    init: Any,
+    *,
+    solver: Solver | None = None,
+    estimator: Estimator | None = None,
+    strong_convexity: float | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """F(x) = f(x, φ*(x)) as a scalar tensor whose backward pass hands the hypergradient to x.
+
+    The arguments are those of `hypergradient`. x may come out of a larger computation, and the loss
+    may go into one; tensors of x that do not require gradients count as constants. The
+    hypergradient is computed here, not in `backward`; where gradients are switched off or x needs
+    none, the inner problem is solved once and nothing more. F cannot be differentiated twice.
+
+    Example:
+        >>> x = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        >>> inner = lambda x, phi: (phi - 1).square().sum() + (x.exp() * phi.square()).sum()
+        >>> loss = solve_bilevel(inner, lambda x, phi: phi.sum(), x,
+        ...     torch.zeros(2, dtype=torch.float64))
+        >>> loss.backward()
+        >>> loss.item(), x.grad  # φ = 1/(1 + eˣ), whose derivative is −eˣ/(1 + eˣ)²
+        (1.0, tensor([-0.2500, -0.2500], dtype=torch.float64))
+    """
+    wanted = torch.is_grad_enabled()
+    x_tree, init_tree = Tree(x, "x", lambda leaf: wanted and leaf.requires_grad), Tree(init, "phi")
+    problem = Bilevel(inner, outer, x_tree, init_tree, strong_convexity=strong_convexity, seed=seed)
+    solver, estimator = _choose(problem, solver, estimator, strong_convexity)
+    if not x_tree.tensors:
+        return _value(problem, solver)
+    _check_captured(problem)
+    return _Solved.apply(problem, solver, estimator, *x_tree.originals)
+
+
 @contextmanager
-def at_work(problem: Bilevel) -> Iterator[None]:
+def _at_work(problem: Bilevel) -> Iterator[None]:
     """Within, signals wait, gradients are on, also where the caller has them off, and random states
     come out as they went in.
     """
@@ -167,13 +201,13 @@ def at_work(problem: Bilevel) -> Iterator[None]:
         yield
 
 
-def differentiate(
+def _differentiate(
     problem: Bilevel, solver: Solver, estimator: Estimator
 ) -> tuple[MetaGradient, BilevelInner]:
     """Run an estimator, look at both functions where it solved the inner problem, and check what
     comes out.
     """
-    with at_work(problem):
+    with _at_work(problem):
         inner, total = BilevelInner(problem, Cost()), MetaGradient(problem, 1, metrics=False)
         estimator.accumulate(inner, solver, total)
         if not inner.settled:
@@ -195,7 +229,7 @@ def differentiate(
     return total, inner
 
 
-def choose(
+def _choose(
     problem: Bilevel,
     solver: Solver | None,
     estimator: Estimator | None,
@@ -207,10 +241,8 @@ def choose(
     An automatic ν balances a truncation error of order ν² against the rounding, or the solver's
     tolerance, over ν.
     """
-    single = any(
-        torch.finfo(t.dtype).bits < 64
-        for t in (*problem.shared.values(), *problem.parameters.values())
-    )
+    tensors = (*problem.shared.values(), *problem.parameters.values())
+    single = any(torch.finfo(t.dtype).bits < 64 for t in tensors)
     if solver is None:
         solver = LBFGS(tol=1e-5) if single else LBFGS()
     if estimator is None:
@@ -251,4 +283,59 @@ def _check_solver(solver: Any, strong_convexity: float | None) -> None:
             "Nesterov computes its momentum from the inner problem's strong convexity, which a"
             " general inner function does not reveal. Give strong_convexity=… (a lower bound of the"
             " curvature, e.g. the weight of an L2 penalty), or Nesterov(momentum=0.9, …)."
+        )
+
+
+def _value(problem: Bilevel, solver: Solver) -> Tensor:
+    """f at the un-nudged solution, without any derivative in x."""
+    with _at_work(problem):
+        d = BilevelInner(problem, Cost()).solve(solver).displacement
+        return problem.evaluate("outer", problem.shared, problem.phi(d)).detach()
+
+
+def _check_captured(problem: Bilevel) -> None:
+    """Tensors that reach the functions past x would lose their gradient without a word."""
+    with _at_work(problem):
+        for level in get_args(Level):
+            if problem.evaluate(level, problem.shared, problem.parameters).requires_grad:
+                raise ValueError(
+                    f"{level}(x, phi) uses a tensor that requires gradients and is neither in x nor"
+                    " in phi; loss.backward() would not reach it. Put it into x to have its"
+                    " gradient; if it is a constant, detach it (a module: requires_grad_(False))."
+                )
+
+
+class _Solved(torch.autograd.Function):
+    """f at the inner solution; its derivative is the estimator's hypergradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, problem: Bilevel, solver: Solver, estimator: Estimator, *x: Tensor
+    ) -> Tensor:
+        total, inner = _differentiate(problem, solver, estimator)
+        ctx.save_for_backward(*x)
+        ctx.gradient = [g.to(t.dtype) for g, t in zip(total.gradient.values(), x, strict=True)]
+        return inner.at("outer", inner.solution.displacement).value
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        pairs = zip(ctx.gradient, ctx.saved_tensors, strict=True)
+        return None, None, None, *(_Once.apply(g, outputs[0], x) for g, x in pairs)
+
+
+class _Once(torch.autograd.Function):
+    """gradient × output. In a graph for second derivatives it stands for a dependence on x that
+    nobody has computed, and says so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, output: Tensor, x: Tensor) -> Tensor:
+        return gradient * output.to(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:
+        raise RuntimeError(
+            "solve_bilevel can be differentiated once, but a second derivative was asked for. Take"
+            " it out of what is differentiated twice (an inner function, or a term made with"
+            " create_graph=True)."
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -23,6 +22,7 @@ class Tree:
         wanted: which of the floating tensors are variables; all by default.
 
     Example:
+        >>> import torch
         >>> tree = Tree({"w": torch.zeros(2), "depth": 3}, "x")
         >>> list(tree.tensors), tree.build({"x['w']": torch.ones(2)})
         (["x['w']"], {'w': tensor([1., 1.]), 'depth': 3})
@@ -59,25 +59,13 @@ class Tree:
 
     def build(self, tensors: Params) -> Any:
         """The structure with these tensors in place of its variables."""
-        return pytree.tree_unflatten(
-            [
-                leaf if n is None else tensors[n]
-                for leaf, n in zip(self._leaves, self._names, strict=True)
-            ],
-            self._spec,
-        )
+        pairs = zip(self._names, self._leaves, strict=True)
+        leaves = [leaf if n is None else tensors[n] for n, leaf in pairs]
+        return pytree.tree_unflatten(leaves, self._spec)
 
     def build_alone(self, tensors: Params) -> Any:
         """The structure with these tensors in place of its variables, and None in place of its
         constants.
         """
-        return pytree.tree_unflatten(
-            [None if n is None else tensors[n] for n in self._names], self._spec
-        )
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """float32 or wider: small differences of what is stored in fewer bits would drown in
-    rounding.
-    """
-    return torch.promote_types(dtype, torch.float32)
+        leaves = [None if n is None else tensors[n] for n in self._names]
+        return pytree.tree_unflatten(leaves, self._spec)

@@ -15,10 +15,8 @@ import time
 
 from metanudge.cli import errors
 from metanudge.cli.commands import OWN, available, whence
-from metanudge.cli.errors import guarded
-from metanudge.cli.warnings import plain_warnings
+from metanudge.cli.errors import finish, guarded, plain_warnings, prepare
 from metanudge.names import near
-from metanudge.training import output
 from metanudge.training.errors import EXIT_BAD_INPUT, exit_codes
 from metanudge.version import __version__
 
@@ -48,14 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     made to bear anything.
     """
     if argv is None:
-        output.prepare()
+        prepare()
         try:
             code = guarded(lambda: _main(sys.argv[1:]))
         except SystemExit as left:  # how the flag parser ends
             code = left.code if isinstance(left.code, int) else EXIT_BAD_INPUT
         # from here on there is nothing to save, and nothing to say
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        return output.finish(code)
+        return finish(code)
     return guarded(lambda: _main(argv))
 
 

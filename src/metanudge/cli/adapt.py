@@ -4,16 +4,17 @@ with probabilities out.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from metanudge.cli.eval import progress_bar
+from metanudge.cli.flags import parse
+from metanudge.names import printable, shown, some
+from metanudge.training.errors import UserError
 
 if TYPE_CHECKING:
     from metanudge.training.evaluation import Progress
@@ -81,15 +82,8 @@ class AdaptOptions:
 
 def run(argv: list[str]) -> int:
     """Run the command."""
-    options = tyro.cli(
-        AdaptOptions,
-        args=argv,
-        prog="metanudge adapt",
-        description=f"{cleandoc(AdaptOptions.__doc__ or '')}\n{EXAMPLES}",
-    )
+    options = parse(AdaptOptions, "adapt", argv, EXAMPLES)
     from metanudge.training import runs, use
-    from metanudge.training.errors import UserError
-    from metanudge.training.trust import printable
 
     if (options.predict is None) != (options.out is None):
         given, missing = ("--predict", "--out") if options.out is None else ("--out", "--predict")
@@ -135,8 +129,6 @@ def _counted(predictions: Iterator[Prediction], progress: Progress | None) -> It
 
 
 def _adapted(classifier: Classifier, support: Path) -> str:
-    from metanudge.names import some
-
     each = sorted(set(classifier.counts))
     count = f"{each[0]}" if len(each) == 1 else f"{each[0]} to {each[-1]}"
     text = (
@@ -152,17 +144,12 @@ def _adapted(classifier: Classifier, support: Path) -> str:
 
 
 def _summary(written: list[Prediction], classifier: Classifier, out: Path) -> str:
-    from metanudge.names import shown
-
-    found = Counter(p.label for p in written)
     width = max(len(shown(name)) for name in classifier.classes)
     lines = [f"{len(written)} examples labelled → {out}"]
     for name in classifier.classes:
-        sure = [p.probability for p in written if p.label == name]
-        lines.append(
-            f"  {shown(name):{width}}  {found[name]:5d}"
-            + (f"   mean probability {sum(sure) / len(sure):.2f}" if sure else "")
-        )
+        found = [p.probability for p in written if p.label == name]
+        mean = f"   mean probability {sum(found) / len(found):.2f}" if found else ""
+        lines.append(f"  {shown(name):{width}}  {len(found):5d}{mean}")
     known = [p for p in written if p.truth is not None]
     if known:
         right = sum(p.label == p.truth for p in known)
@@ -174,12 +161,10 @@ def _summary(written: list[Prediction], classifier: Classifier, out: Path) -> st
 
 
 def _exported(folder: Path, program: bool) -> str:
-    text = f"adapted model → {folder}: model.safetensors, model.json" + (
-        ", program.pt2" if program else ""
+    text = f"adapted model → {folder}: model.safetensors, model.json"
+    if not program:
+        return text
+    return (
+        f'{text}, program.pt2\n  logits = torch.export.load("{folder}/program.pt2").module()'
+        "(inputs)   # checked: equal to the model to 1e-5"
     )
-    if program:
-        text += (
-            f'\n  logits = torch.export.load("{folder}/program.pt2").module()(inputs)   # checked:'
-            " equal to the model to 1e-5"
-        )
-    return text

@@ -8,22 +8,26 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from inspect import cleandoc
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from metanudge.cli.flags import parse
 from metanudge.cli.reproducibility import reproducibility
+from metanudge.version import __version__
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from metanudge import TaskBatch
+    from metanudge.engine_choice import EngineName
+    from metanudge.estimators import Estimator
+    from metanudge.testing.problems import Setup
 
 OPTIONAL = {"tensorboard": "metanudge train --tensorboard", "wandb": "metanudge train --wandb"}
 
@@ -44,12 +48,7 @@ class DoctorOptions:
 
 def run(argv: list[str]) -> int:
     """Run the command."""
-    options = tyro.cli(
-        DoctorOptions,
-        args=argv,
-        prog="metanudge doctor",
-        description=cleandoc(DoctorOptions.__doc__ or ""),
-    )
+    options = parse(DoctorOptions, "doctor", argv)
     for title, lines in (
         ("versions", versions()),
         ("machine", machine()),
@@ -58,7 +57,7 @@ def run(argv: list[str]) -> int:
         ("reproducibility", reproducibility(options.run)),
     ):
         print(title)
-        for name, text in lines:
+        for name, text in lines.items():
             print(f"  {name:<11}  {text}")
     print("self-test: meta-gradients against the dense oracle (2 tasks, 17 parameters, float64)")
     started = time.perf_counter()
@@ -72,11 +71,9 @@ def run(argv: list[str]) -> int:
             f" {result.allowed:7.0e}  {verdict}"
         )
     failed = sum(not result.passed for result in results)
-    verdict = (
-        "all meta-gradients are right"
-        if not failed
-        else f"{failed} of {len(results)} checks FAILED"
-    )
+    verdict = "all meta-gradients are right"
+    if failed:
+        verdict = f"{failed} of {len(results)} checks FAILED"
     print(f"{verdict} ({time.perf_counter() - started:.1f} s)")
     if failed:
         print(
@@ -86,73 +83,65 @@ def run(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def versions() -> Iterator[tuple[str, str]]:
+def versions() -> dict[str, str]:
     """Python and the packages that matter."""
     import numpy
     import torch
 
-    from metanudge.version import __version__
-
-    yield "metanudge", __version__
-    yield "python", f"{platform.python_version()} ({sys.executable})"
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    yield "torch", f"{torch.__version__} ({cuda})"
-    yield "numpy", numpy.__version__
+    return {
+        "metanudge": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "torch": f"{torch.__version__} ({cuda})",
+        "numpy": numpy.__version__,
+    }
 
 
-def machine() -> Iterator[tuple[str, str]]:
+def machine() -> dict[str, str]:
     """Devices, threads, memory."""
     import torch
 
-    from metanudge.training.memory import available_memory
+    from metanudge.training.plan import available_memory
 
-    yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield (
-        "cpu",
-        (
-            f"{usable} cores usable, torch threads: {torch.get_num_threads()} (OMP_NUM_THREADS"
-            " changes it)"
-        ),
-    )
+    threads = f"torch threads: {torch.get_num_threads()} (OMP_NUM_THREADS changes it)"
+    found = {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "cpu": f"{usable} cores usable, {threads}",
+    }
     if (memory := available_memory()) is not None:
-        yield "memory", f"{memory / 2**30:.1f} GiB available"
+        found["memory"] = f"{memory / 2**30:.1f} GiB available"
     for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
-        yield f"cuda:{number}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        gpu = torch.cuda.get_device_properties(number)
+        found[f"cuda:{number}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
     if not torch.cuda.is_available():
-        yield "gpu", "none that torch can use"
+        found["gpu"] = "none that torch can use"
+    return found
 
 
-def data() -> Iterator[tuple[str, str]]:
+def data() -> dict[str, str]:
     """Which data sets are at hand."""
-    from metanudge.cli.data import find_files
+    from metanudge.tasks import SOURCES
     from metanudge.tasks.cache import cache_folder
 
-    yield (
-        "cache",
-        f"{cache_folder()}"
-        + ("" if cache_folder().is_dir() else " (not there yet; made when needed)"),
-    )
-    yield (
-        "own copies",
-        os.environ.get("METANUDGE_DATA", "none named; METANUDGE_DATA names a folder"),
-    )
-    for name, missing in (
-        ("mnist1d", "not cached; generated at first use"),
-        ("omniglot", "not found; metanudge data fetch omniglot"),
-    ):
-        found = find_files(name)
-        yield name, ", ".join(str(path) for path in found) if found else missing
+    there = "" if cache_folder().is_dir() else " (not there yet; made when needed)"
+    own = os.environ.get("METANUDGE_DATA", "none named; METANUDGE_DATA names a folder")
+    found = {"cache": f"{cache_folder()}{there}", "own copies": own}
+    for name, source in SOURCES.items():
+        if source.about.made:
+            found[name] = ", ".join(map(str, source.files())) or source.about.missing
+    return found
 
 
-def optional() -> Iterator[tuple[str, str]]:
+def optional() -> dict[str, str]:
     """Packages that add something."""
+    found = {}
     for name, what in OPTIONAL.items():
         try:
-            yield name, metadata.version(name)
+            found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield name, f"not installed; for {what}: pip install 'metanudge[{name}]'"
+            found[name] = f"not installed; for {what}: pip install 'metanudge[{name}]'"
+    return found
 
 
 @dataclass(frozen=True)
@@ -189,55 +178,41 @@ def self_test() -> list[Check]:
 
 def _checks() -> list[Check]:
     import torch
-    from torch import nn
 
     import metanudge as mn
 
-    model, tasks = _problem()
+    model, loss, tasks = small_problem()
     oracle = _dense_oracle(model, tasks)
-    estimators: list[tuple[str, object, float]] = [
+    estimators: list[tuple[str, Estimator, float]] = [
         ("FOBMAML symmetric, nu=0.01", mn.FOBMAML(nu=0.01), 1e-4),
         ("FOBMAML symmetric, gradient nudge", mn.FOBMAML(nu=0.01, nudge="gradient"), 1e-4),
         ("FOBMAML tangent", mn.FOBMAML(stencil="tangent"), 1e-8),
         ("IMAML, 20 CG steps", mn.IMAML(cg_steps=20), 1e-8),
         ("MAML", mn.MAML(), 1e-8),
     ]
+    engines: tuple[EngineName, ...] = ("stacked", "inplace")
+    solver = mn.GradientDescent(lr=0.4, steps=30)
     checks = []
-    for name, estimator, allowed in estimators:
-        for engine in estimator.engines:  # type: ignore[attr-defined]
+    for (name, estimator, allowed), engine in product(estimators, engines):
+        if engine in estimator.engines:
             learner = mn.MetaLearner(
-                model,
-                nn.functional.cross_entropy,
-                lam=_LAM,
-                solver=mn.GradientDescent(lr=0.4, steps=20),
-                estimator=estimator,  # type: ignore[arg-type]
-                engine=engine,
+                model, loss, lam=_LAM, solver=solver, estimator=estimator, engine=engine
             )
             gradient, _ = learner.meta_gradient(tasks, metrics=False)
             flat = torch.cat([leaf.flatten() for leaf in gradient.values()])
-            checks.append(
-                Check(name, engine, float((flat - oracle).norm() / oracle.norm()), allowed)
-            )
+            error = float((flat - oracle).norm() / oracle.norm())
+            checks.append(Check(name, engine, error, allowed))
     return checks
 
 
 _LAM = 2.0
 
 
-def _problem() -> tuple[torch.nn.Module, TaskBatch]:
-    import torch
-    from torch import nn
+def small_problem() -> Setup:
+    """Two tasks and a perceptron of 17 parameters."""
+    from metanudge.testing.problems import mlp
 
-    import metanudge as mn
-
-    generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    x = torch.randn(2, 12, 2, generator=generator, dtype=torch.float64)
-    y = (x[..., 0] * x[..., 1] > 0).long()
-    return model, mn.TaskBatch((x[:, :6], y[:, :6]), (x[:, 6:], y[:, 6:]))
+    return mlp(features=2, hidden=3, classes=2, tasks=2, support=6, query=6)
 
 
 def _dense_oracle(model: torch.nn.Module, tasks: TaskBatch) -> Tensor:
@@ -263,21 +238,16 @@ def _dense_oracle(model: torch.nn.Module, tasks: TaskBatch) -> Tensor:
         at = phi.detach().requires_grad_()
         return torch.autograd.grad(loss(at, batch), at)[0]
 
-    identity = torch.eye(len(theta), dtype=theta.dtype)
+    def solve(phi: Tensor, batch: tuple[Tensor, Tensor], right: Tensor) -> Tensor:
+        """(∇²f̂ + λ)⁻¹ times the right-hand side."""
+        hessian = torch.autograd.functional.hessian(lambda p: loss(p, batch), phi)
+        return torch.linalg.solve(hessian + _LAM * torch.eye(len(phi), dtype=phi.dtype), right)
+
     total = torch.zeros_like(theta)
     for task in tasks:
         phi = theta
         for _ in range(8):
-            system = (
-                torch.autograd.functional.hessian(lambda p, task=task: loss(p, task.support), phi)
-                + _LAM * identity
-            )
-            phi = phi - torch.linalg.solve(
-                system, gradient(phi, task.support) + _LAM * (phi - theta)
-            )
-        system = (
-            torch.autograd.functional.hessian(lambda p, task=task: loss(p, task.support), phi)
-            + _LAM * identity
-        )
-        total += _LAM * torch.linalg.solve(system, gradient(phi, task.query)) / len(tasks)
+            slope = gradient(phi, task.support) + _LAM * (phi - theta)
+            phi = phi - solve(phi, task.support, slope)
+        total += _LAM * solve(phi, task.support, gradient(phi, task.query)) / len(tasks)
     return total

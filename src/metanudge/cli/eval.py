@@ -7,14 +7,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from metanudge.cli.flags import parse
+from metanudge.names import printable
+from metanudge.training.errors import UserError
+
 if TYPE_CHECKING:
-    from metanudge.training.evaluation import Progress
+    from metanudge.training.evaluation import EvaluationReport, Progress
+    from metanudge.training.runs import Run
 
 PLOTS = (".png", ".svg", ".pdf")
 
@@ -68,18 +72,7 @@ class EvalOptions:
 
 def run(argv: list[str]) -> int:
     """Run the command."""
-    options = tyro.cli(
-        EvalOptions,
-        args=argv,
-        prog="metanudge eval",
-        description=f"{cleandoc(EvalOptions.__doc__ or '')}\n{EXAMPLES}",
-    )
-    from metanudge.training import runs
-    from metanudge.training.errors import UserError
-    from metanudge.training.evaluation import evaluate_run, plot_steps
-    from metanudge.training.trust import printable
-    from metanudge.training.use import check_new_file, new_file
-
+    options = parse(EvalOptions, "eval", argv, EXAMPLES)
     if options.tasks < 1:
         raise UserError(f"--tasks {options.tasks} is too small. Use 1 or more; 1000 are usual.")
     if any(k < 0 for k in options.steps):
@@ -87,6 +80,10 @@ def run(argv: list[str]) -> int:
             f"--steps {min(options.steps)} cannot be taken. Use 0 for the initialisation itself, or"
             " positive numbers."
         )
+    from metanudge.training import runs
+    from metanudge.training.evaluation import plot_steps
+    from metanudge.training.use import check_new_file
+
     trained = runs.load(
         options.run, checkpoint=options.checkpoint, device=options.device, trust=options.trust
     )
@@ -97,12 +94,31 @@ def run(argv: list[str]) -> int:
             f" {', '.join(PLOTS)}."
         )
     check_new_file(plot, overwrite=True, flag="--plot")
+    report = _measure(trained, options)
+    print(f"{options.run}, weights after {trained.state.step} meta-steps")
+    print(printable(str(report)))
+    title = f"{Path(trained.config.data).name}: {report.tasks} {options.split} tasks"
+    try:
+        plot_steps(report, plot, title=title)
+    except OSError as error:
+        raise UserError(
+            f"--plot {plot} cannot be written ({error.strerror}). Name a file in a folder you can"
+            " write to."
+        ) from error
+    also = f"   json: {options.json}" if options.json else ""
+    print(f"\nplot: {plot}{also}   ({report.seconds:.0f} s)")
+    return 0
+
+
+def _measure(trained: Run, options: EvalOptions) -> EvaluationReport:
+    """The report, also written to the file of --json, which is there as long as it takes."""
+    from metanudge.training.evaluation import evaluate_run
+    from metanudge.training.use import new_file
+
     with ExitStack() as stack:
-        file = (
-            None
-            if options.json is None
-            else stack.enter_context(new_file(options.json, overwrite=True, flag="--json"))
-        )
+        file = None
+        if options.json is not None:
+            file = stack.enter_context(new_file(options.json, overwrite=True, flag="--json"))
         try:
             trained.source.task(0, options.split)
         except ValueError as error:  # too few classes
@@ -116,32 +132,10 @@ def run(argv: list[str]) -> int:
                 progress=progress,
             )
         if file is not None:
-            json.dump(
-                {"run": str(options.run), "step": trained.state.step, **report.as_dict()},
-                file,
-                indent=2,
-                allow_nan=False,
-            )
+            about = {"run": str(options.run), "step": trained.state.step}
+            json.dump({**about, **report.as_dict()}, file, indent=2, allow_nan=False)
             file.write("\n")
-    print(f"{options.run}, weights after {trained.state.step} meta-steps")
-    print(printable(str(report)))
-    try:
-        plot_steps(
-            report,
-            plot,
-            title=f"{Path(trained.config.data).name}: {report.tasks} {options.split} tasks",
-        )
-    except OSError as error:
-        raise UserError(
-            f"--plot {plot} cannot be written ({error.strerror}). Name a file in a folder you can"
-            " write to."
-        ) from error
-    print(
-        f"\nplot: {plot}"
-        + (f"   json: {options.json}" if options.json else "")
-        + f"   ({report.seconds:.0f} s)"
-    )
-    return 0
+    return report
 
 
 @contextmanager
@@ -152,24 +146,17 @@ def progress_bar(what: str, unit: str) -> Iterator[Progress | None]:
     if not sys.stderr.isatty():
         yield None
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     columns = (
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn(what),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn(unit),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from metanudge.training import output
+from metanudge.cli.errors import going_on
 from metanudge.training.config import ChangedError, TrainConfig
 from metanudge.training.errors import UserError, exit_codes
 from metanudge.training.trust import check_trust
@@ -108,11 +108,9 @@ def _path(argv: list[str], name: str) -> Path | None:
 
 def _config_of(resume: Path) -> Path:
     # Like `runs.read_config`, which needs torch; a wrong path should be told at once.
-    folder = (
-        resume.parent.parent
-        if resume.parent.name == "checkpoints" and not (resume / "config.json").exists()
-        else resume
-    )
+    folder = resume
+    if resume.parent.name == "checkpoints" and not (resume / "config.json").exists():
+        folder = resume.parent.parent
     file = folder / "config.json"
     if not os.path.lexists(file):
         what = "is not a run: it has no config.json" if folder.is_dir() else "does not exist"
@@ -141,5 +139,5 @@ def run(argv: list[str]) -> int:
         )
     from metanudge.training.trainer import train  # loads torch, which --help must not wait for
 
-    output.going_on()
+    going_on()
     return train(config, resume=arguments.resume, allow_changed_data=arguments.allow_changed_data)

@@ -13,7 +13,10 @@ from metanudge.estimators.reptile import Reptile
 from metanudge.estimators.run import DivergenceWarning, meta_gradient
 from metanudge.estimators.total import NonFiniteError, Stats
 
-ESTIMATORS = (FOBMAML, MAML, FOMAML, Reptile, IMAML, ESMAML, Exact)
+ESTIMATORS: list[type[Estimator]] = [FOBMAML, MAML, FOMAML, Reptile, IMAML, ESMAML, Exact]
+"""What the command line, error messages and the tests know; one of your own is added with
+`ESTIMATORS.append`.
+"""
 
 __all__ = [
     "ESMAML",

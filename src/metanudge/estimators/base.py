@@ -76,8 +76,7 @@ def refuse_shared(estimator: Estimator, problem: TwoLevels, why: str) -> None:
 
 def solve_plainly(inner: Inner, solver: Solver, total: MetaGradient) -> Solution:
     """Solve the un-nudged problem of every task and note what it did to the query loss."""
-    if total.metrics:
-        total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
+    total.record_start(inner)
     solution = inner.solve(solver)
     total.record_solution(inner, solution)
     return solution

@@ -10,7 +10,7 @@ from metanudge.engines import Inner
 from metanudge.engines.randomness import mix
 from metanudge.estimators.base import Estimator, refuse_shared, refuse_stiffness, solve_plainly
 from metanudge.estimators.total import MetaGradient
-from metanudge.params import Params
+from metanudge.params import Params, per_row, tiled, wide
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
 
@@ -53,28 +53,21 @@ class ESMAML(Estimator):
         """Add the smoothed gradients of a group of tasks."""
         if inner.reports_solution:
             solve_plainly(inner, solver, total)
-        elif total.metrics:
-            total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
+        else:
+            total.record_start(inner)
         share = 1 / (2 * self.samples)
         for sample in range(self.samples):
             noise = self._noise(inner, total.seed, sample)
             for signs in inner.parts((1.0, -1.0)):
-                shift = {
-                    n: torch.cat([sign * self.sigma * leaf for sign in signs])
-                    for n, leaf in noise.items()
-                }
+                shift = tiled(noise, [sign * self.sigma for sign in signs])
                 solution = inner.solve(solver, offsets=[0.0] * len(signs), shift=shift)
                 total.record(inner, solution, share=share * len(signs))
                 measured = inner.measure_query(solution.displacement, shift)
                 total.check(inner.places, "query loss", measured.loss)
                 total.record_query(None, measured, tasks=inner.tasks, share=share * len(signs))
-                for sign, losses in zip(
-                    signs, measured.loss.unflatten(0, (len(signs), -1)), strict=True
-                ):
-                    weighted = {
-                        n: leaf * losses.view(-1, *[1] * (leaf.ndim - 1)).to(leaf.dtype)
-                        for n, leaf in noise.items()
-                    }
+                by_sign = measured.loss.unflatten(0, (len(signs), -1))
+                for sign, losses in zip(signs, by_sign, strict=True):
+                    weighted = {n: leaf * per_row(losses, leaf) for n, leaf in noise.items()}
                     total.add(weighted, sign / (2 * self.sigma * self.samples))
 
     def _noise(self, inner: Inner, meta_step: int, sample: int) -> Params:
@@ -83,18 +76,12 @@ class ESMAML(Estimator):
         """
         problem = inner.problem
         perturbed = problem.parameters if problem.learns_theta else problem.shared
-        rows = []
-        for row in range(inner.tasks):
-            generator = torch.Generator().manual_seed(
-                mix(self.seed, *inner.stream(meta_step, row), sample, 3)
-            )
-            rows.append(
-                {
-                    n: torch.randn(p.shape, generator=generator, dtype=torch.float64)
-                    for n, p in perturbed.items()
-                }
-            )
-        dtypes = {n: torch.promote_types(p.dtype, torch.float32) for n, p in perturbed.items()}
-        return {
-            n: torch.stack([row[n] for row in rows]).to(problem.device, dtypes[n]) for n in dtypes
-        }
+        seeds = [
+            mix(self.seed, *inner.stream(meta_step, row), sample, 3) for row in range(inner.tasks)
+        ]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        noise = {}
+        for name, p in perturbed.items():
+            rows = [torch.randn(p.shape, generator=g, dtype=torch.float64) for g in generators]
+            noise[name] = torch.stack(rows).to(problem.device, wide(p.dtype))
+        return noise

@@ -12,7 +12,6 @@ from metanudge.estimators.base import Estimator, solve_plainly
 from metanudge.estimators.identity import add_response, query_gradient
 from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, flatten, unflatten, zeros_like
-from metanudge.proximal import Diagonal
 from metanudge.solvers.base import Solver, check_count
 from metanudge.solvers.conjugate_gradient import LinearSolve
 
@@ -49,36 +48,31 @@ class Exact(Estimator):
             )
         d = solve_plainly(inner, solver, total).displacement
         q = query_gradient(total, inner, d)
-        system = inner.hessian(d) + self._curvature(inner, d, size)
+        system = inner.hessian(d)
+        for task, hessian in enumerate(system):
+            _add_curvature(hessian, inner, {n: leaf[task] for n, leaf in d.items()})
         total.check(
             inner.places, "Hessian (after the query gradient)", system.flatten(1).norm(dim=1)
         )
         target = flatten(q)
-        x = torch.linalg.solve(system, target)
+        x, info = torch.linalg.solve_ex(system, target)
         residual = (torch.linalg.vecdot(system, x.unsqueeze(1)) - target).norm(dim=1)
-        solve = LinearSolve(
-            unflatten(x, d), residual, size, torch.zeros_like(residual, dtype=torch.bool)
-        )
+        singular = info > 0
+        solve = LinearSolve(unflatten(x, d), residual, size, torch.zeros_like(singular), singular)
         inner.judge(solve)
+        if bool(singular.any()):
+            raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]
+                f"The Hessian of task {inner.places[int(singular.int().argmax())]} is singular"
+                " where its solve ended, so there is no implicit gradient. Use a larger lam."
+            )
         add_response(total, inner, d, solve.x, -1.0)
 
-    @staticmethod
-    def _curvature(inner: Inner, d: Params, size: int) -> Tensor:
-        """The dense Hessian of the proximal term of each task, `(tasks, n, n)`."""
-        proximal = inner.problem.proximal
-        if isinstance(proximal, Diagonal):
-            return torch.diag(
-                flatten(
-                    {n: proximal.lam[n].expand_as(leaf[0]).unsqueeze(0) for n, leaf in d.items()}
-                )[0]
-            )
-        basis = unflatten(
-            torch.eye(size, dtype=next(iter(d.values())).dtype, device=inner.problem.device), d
-        )
-        columns = []
-        for task in range(inner.tasks):
-            here = {n: leaf[task].expand(size, *leaf.shape[1:]) for n, leaf in d.items()}
-            columns.append(
-                flatten(proximal.add_curvature(zeros_like(basis), here, basis, inner.theta)).T
-            )
-        return torch.stack(columns)
+
+def _add_curvature(hessian: Tensor, inner: Inner, d: Params) -> None:
+    """Add the dense Hessian of one task's proximal term at its displacement."""
+    basis = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    rows = {n: leaf.unsqueeze(0) for n, leaf in d.items()}
+    v = unflatten(basis, rows)
+    here = {n: leaf.expand_as(v[n]) for n, leaf in rows.items()}
+    term = inner.problem.proximal.add_curvature(zeros_like(v), here, v, inner.theta)
+    hessian += flatten(term).T

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator
-from metanudge.estimators.identity import add_partials, centre_shift, check_shifted, nudging_force
+from metanudge.estimators.identity import add_partials, centre_shift, check_shifted, query_gradient
 from metanudge.estimators.shrinkage import check_unshrink, unshrunk
 from metanudge.estimators.stencils import STENCILS, StartName, StencilName
 from metanudge.estimators.tangent import add_tangent
@@ -21,6 +21,8 @@ from metanudge.names import near
 from metanudge.params import Params, tiled
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Solution, Solver, check_positive
+
+_FINE = ' Without the nudge all was finite: a smaller nu or start="theta" may do, too.'
 
 
 @dataclass(frozen=True)
@@ -76,55 +78,44 @@ class FOBMAML(Estimator):
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Algorithm 1, lines 5 to 9, for a group of tasks: add −λ Σ_j c_j φ_j / ν."""
-        if total.metrics:
-            total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
-        scale = (
-            unshrunk(solver, inner.problem) if self.unshrink and self.start != "shifted" else None
-        )
+        total.record_start(inner)
+        shrinks = self.unshrink and self.start != "shifted"
+        scale = unshrunk(solver, inner.problem) if shrinks else None
         if self.stencil == "tangent":
             add_tangent(total, inner, solver, nudge=self.nudge, start=self.start, scale=scale)
             return
         assert isinstance(self.nu, (int, float)), "a ν is chosen before"
         total.nu = self.nu
-        base = self.base(inner, solver, total)
-        for found in self.displaced(inner, solver, [self.nu], base):  # line 6: φ_j, nudged by ν_j
+        base = self.solve_plain(inner, solver, total)
+        for found in self.solve_nudged(
+            inner, solver, [self.nu], base
+        ):  # line 6: φ_j, nudged by ν_j
             self._record(total, inner, found, base)
             offsets = found.nudges if found.nudged and self.nudge == "loss" else None
             # Lines 7 and 9: −λ c_j φ_j / ν, averaged over the tasks. λ and shared layers get ∂_h[g
             # + ν_j f](φ_j) c_j / ν.
-            add_partials(
-                total,
-                inner,
-                found.solution.displacement,
-                found.weights(),
-                offsets=offsets,
-                scale=scale,
-            )
-            del found  # or it would still be alive during the next solve
+            d = found.solution.displacement
+            add_partials(total, inner, d, found.weights(), offsets=offsets, scale=scale)
+            del d, found  # or they would still be alive during the next solve
 
-    def base(self, inner: Inner, solver: Solver, total: MetaGradient | None = None) -> Base:
+    def solve_plain(self, inner: Inner, solver: Solver, total: MetaGradient | None = None) -> Base:
         """φ_0 and ∇f(φ_0) where nudge, start or stencil need them, or the problem; `total` takes
         note.
         """
         with_force = self.nudge == "gradient" or self.start == "shifted"
-        if not (
-            with_force
-            or self.start == "solution"
-            or STENCILS[self.stencil].base
-            or inner.reports_solution
-        ):
+        alone = self.start == "solution" or STENCILS[self.stencil].base or inner.reports_solution
+        if not (with_force or alone):
             return Base()
         solution = inner.solve(solver)
         if total is not None:
             total.record_solution(inner, solution)
-        force = (
-            nudging_force(total, inner, solution.displacement, direct=self.nudge == "gradient")
-            if with_force
-            else None
-        )
+        if not with_force:
+            return Base(True, solution)
+        direct = self.nudge == "gradient"
+        force = query_gradient(total, inner, solution.displacement, direct=direct)
         return Base(True, solution, force)
 
-    def displaced(
+    def solve_nudged(
         self, inner: Inner, solver: Solver, nus: Sequence[float], base: Base
     ) -> Iterator[Displaced]:
         """The solutions φ_j that the stencil takes at each of the `nus`, with coefficients; `base`
@@ -147,18 +138,11 @@ class FOBMAML(Estimator):
             base.solution = None
         force = base.force if self.nudge == "gradient" else None
         for part in inner.parts(terms):
-            nudges = [term.nu for term in part]
-            yield Displaced(
-                inner.solve(
-                    solver,
-                    offsets=nudges,
-                    nudge=self.nudge,
-                    force=force,
-                    start=self._starts(inner, nudges, base),
-                ),
-                part,
-                share=len(part) / len(terms),
-            )
+            nus = [term.nu for term in part]
+            start = self._starts(inner, nus, base)
+            solution = inner.solve(solver, offsets=nus, nudge=self.nudge, force=force, start=start)
+            yield Displaced(solution, part, share=len(part) / len(terms))
+            del start, solution
 
     def _starts(self, inner: Inner, nudges: Sequence[float], base: Base) -> Params | None:
         """Where the nudged solves start, row by row; None for θ."""
@@ -176,17 +160,13 @@ class FOBMAML(Estimator):
             return
         solution = found.solution
         if base.solved:
-            total.check(inner.places, "loss of the nudged problem", solution.losses)
-            total.check(inner.places, "gradient of the nudged problem", solution.residuals)
+            total.check(inner.places, "loss of the nudged problem", solution.losses, _FINE)
+            total.check(inner.places, "gradient of the nudged problem", solution.residuals, _FINE)
         else:
             total.record(inner, solution, share=found.share)
             if total.metrics:
-                total.record_query(
-                    None,
-                    inner.measure_query(solution.displacement),
-                    tasks=inner.tasks,
-                    share=found.share,
-                )
+                after = inner.measure_query(solution.displacement)
+                total.record_query(None, after, tasks=inner.tasks, share=found.share)
         force = base.force if self.nudge == "gradient" else None
         total.record_error(inner.imprecision(solution, found.nudges, force), found.weights())
 
@@ -227,21 +207,14 @@ class FOBMAML(Estimator):
 
     def check(self, solver: Solver) -> None:
         """Tangents and the shrinkage factor need a solver whose update is linear."""
-        needs = (
-            'stencil="tangent"'
-            if self.stencil == "tangent"
-            else "unshrink=True"
-            if self.unshrink
-            else None
-        )
-        if needs is None:
+        if self.stencil != "tangent" and not self.unshrink:
             return
+        needs = 'stencil="tangent"' if self.stencil == "tangent" else "unshrink=True"
         if not isinstance(solver, LinearSolver):
             raise TypeError(
                 f"{needs} follows the solver's update step by step, which needs GradientDescent or"
-                " Nesterov, not "
-                f'{type(solver).__name__}. Change the solver, or use stencil="symmetric" without'
-                " unshrink."
+                f" Nesterov, not {type(solver).__name__}. Change the solver, or use"
+                ' stencil="symmetric" without unshrink.'
             )
         if solver.tol is not None:
             raise ValueError(

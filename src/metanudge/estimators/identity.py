@@ -9,14 +9,13 @@ f depend directly. Estimators differ in how they take d/dν: by a difference of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.estimators.total import MetaGradient
-from metanudge.params import Flat, Params, norm
+from metanudge.params import Flat, Params, norm, tiled
 from metanudge.problem import TwoLevels
 from metanudge.proximal import Custom, Diagonal, Matrix
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
@@ -30,8 +29,8 @@ def add_partials(
     d: Params,
     weights: Sequence[float],
     *,
-    offsets: Sequence[float] | None = None,
-    scale: Mapping[str, Tensor] | None = None,
+    offsets: Sequence[float] | None,
+    scale: Params | None,
 ) -> None:
     """Add Σ_j w_j ∂_h[g + ν_j f](φ_j) of a group of tasks.
 
@@ -48,15 +47,8 @@ def add_partials(
         total.gradient, d, d, [0.5 * w / total.num_tasks for w in weights], scale
     )
     if problem.shared:
-        nu = None
-        if offsets is not None:
-            dtype = next(iter(d.values())).dtype
-            nu = torch.cat(
-                [
-                    torch.full((inner.tasks,), value, dtype=dtype, device=problem.device)
-                    for value in offsets
-                ]
-            )
+        each = {"nu": next(iter(d.values())).new_ones(inner.tasks)}
+        nu = None if offsets is None else tiled(each, offsets)["nu"]
         total.add(inner.shared_gradient(d, nu, weights), 1.0)
 
 
@@ -66,41 +58,33 @@ def add_response(
     d: Params,
     v: Params,
     sign: float,
-    *,
-    scale: Mapping[str, Tensor] | None = None,
+    scale: Params | None = None,
 ) -> None:
     """Add ∂²_hφ g · (± v), how ∂_h g changes as φ moves from θ + d along ± v; the direct term ∂_h f
     is `query_gradient`'s.
     """
     problem = inner.problem
-    rows, lam = problem.proximal.pull_along(d, v, inner.theta)
+    rows, lam = problem.proximal.pull(d, inner.theta, v)
     total.add(rows, -sign, lam if scale is None else scale)
     problem.proximal.accumulate(total.gradient, d, v, [sign / total.num_tasks], scale)
     if problem.shared:
         total.add(inner.shared_hvp(d, v), sign)
 
 
-def query_gradient(total: MetaGradient, inner: Inner, d: Params) -> Params:
-    """∇f(θ + d) by the parameters that adapt; by the shared ones it is the direct term, and added
-    to `total`.
+def query_gradient(
+    total: MetaGradient | None, inner: Inner, d: Params, *, direct: bool = True
+) -> Params:
+    """∇f(θ + d) by the parameters that adapt, of which `total` takes note; by the shared ones it is
+    the direct term, which `total` gets from the same evaluation.
     """
-    g = inner.query_gradient(d, shared=bool(inner.problem.shared))
-    if inner.problem.shared:
-        total.add({n: g.pop(n) for n in inner.problem.shared}, 1.0)
+    if total is None:
+        return inner.query_gradient(d)
+    shared = inner.problem.shared if direct else {}
+    g = inner.query_gradient(d, shared=bool(shared))
+    if shared:
+        total.add({n: g.pop(n) for n in shared}, 1.0)
     total.check(inner.places, "query gradient", norm(g))
     return g
-
-
-def nudging_force(total: MetaGradient | None, inner: Inner, d: Params, *, direct: bool) -> Params:
-    """∇f(φ_0), of which `total` takes note; with `direct` it gets the direct term of shared layers
-    from the same evaluation.
-    """
-    if direct and total is not None:
-        return query_gradient(total, inner, d)
-    force = inner.query_gradient(d)
-    if total is not None:
-        total.check(inner.places, "query gradient", norm(force))
-    return force
 
 
 def check_shifted(problem: TwoLevels) -> None:

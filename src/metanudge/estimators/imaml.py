@@ -11,7 +11,6 @@ from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator, solve_plainly
 from metanudge.estimators.identity import add_response, query_gradient
 from metanudge.estimators.total import MetaGradient
-from metanudge.params import Params
 from metanudge.solvers.base import Solver, check_count
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
@@ -62,12 +61,9 @@ class IMAML(Estimator):
         d = solve_plainly(inner, solver, total).displacement
         q = query_gradient(total, inner, d)
         oracle = inner.oracle([0.0], None, None, None)
-
-        def matvec(v: Params) -> Params:
-            hv = oracle.hvp(d, v)
-            return {n: leaf + self.damping * v[n] for n, leaf in hv.items()} if self.damping else hv
-
-        solve = conjugate_gradient(matvec, q, steps=self.cg_steps, tol=self.tol)
+        solve = conjugate_gradient(
+            lambda v: oracle.hvp(d, v), q, steps=self.cg_steps, tol=self.tol, damping=self.damping
+        )
         total.check(
             inner.places,
             "residual of the conjugate gradient after the query gradient",

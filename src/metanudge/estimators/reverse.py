@@ -77,13 +77,13 @@ def _through_the_term(
     term's own curvature times w.
     """
     proximal = inner.problem.proximal
-    proximal.accumulate(total.gradient, d, w, [factor / total.num_tasks])
+    proximal.accumulate(total.gradient, d, w, [factor / total.num_tasks], None)
     if not proximal.uses_theta:
         # a force that is linear in d = φ − θ alone: it is its own derivative, and θ moves nothing
         proximal.add_force(hw, w, inner.theta)
         return hw
     total.add(proximal.add_curvature(zeros_like(d), d, w, inner.theta), factor)
-    rows, scale = proximal.pull_along(d, w, inner.theta)
+    rows, scale = proximal.pull(d, inner.theta, w)
     total.add(rows, -factor, scale)
     return proximal.add_curvature(hw, d, w, inner.theta)
 

@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+from metanudge.params import Params
 from metanudge.problem import TwoLevels
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import LinearSolver, Solver, unroll
@@ -26,29 +25,23 @@ def response(solver: LinearSolver, lam: Tensor, strong_convexity: float | Tensor
         >>> round(float(response(GradientDescent(lr=0.01, steps=5), torch.tensor(2.0), 2.0)), 4)
         0.0961
     """
+
+    def gradient(d: Params, step: int) -> Params:
+        return {"d": lam * d["d"] + 1}
+
     start = {"d": torch.zeros_like(lam)}
-    return (
-        -lam
-        * unroll(
-            solver,
-            start,
-            lambda d, _: {"d": lam * d["d"] + 1},
-            strong_convexity=strong_convexity,
-            last=0,
-        )["d"]
-    )
+    reached = unroll(solver, start, gradient, strong_convexity=strong_convexity, last=0)["d"]
+    return -lam * reached
 
 
-def unshrunk(solver: Solver, problem: TwoLevels) -> Mapping[str, Tensor]:
+def unshrunk(solver: Solver, problem: TwoLevels) -> Params:
     """λ over the share that is reached: what stands in place of λ before a motion that K steps have
     shrunk.
     """
     assert isinstance(solver, LinearSolver)
     assert isinstance(problem.proximal, Diagonal)
-    return {
-        n: lam / response(solver, lam, problem.smallest_lam)
-        for n, lam in problem.proximal.lam.items()
-    }
+    lam, mu = problem.proximal.lam, problem.smallest_lam
+    return {n: value / response(solver, value, mu) for n, value in lam.items()}
 
 
 def check_unshrink(problem: TwoLevels) -> None:

@@ -7,14 +7,11 @@ differentiating in ν costs MAML's memory holds for reverse mode only).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.engines.inner import NudgedOracle
-from metanudge.estimators.identity import add_response, centre_shift, nudging_force, query_gradient
+from metanudge.estimators.identity import add_response, centre_shift, query_gradient
 from metanudge.estimators.stencils import StartName
 from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, norm
@@ -29,7 +26,7 @@ def add_tangent(
     *,
     nudge: Nudge,
     start: StartName,
-    scale: Mapping[str, Tensor] | None,
+    scale: Params | None,
 ) -> None:
     """Add −λ dφ/dν of a group of tasks; the arguments are those of `FOBMAML`, `scale` stands in
     place of λ.
@@ -44,7 +41,7 @@ def add_tangent(
         solution = inner.solve(solver)
         total.record(inner, solution)
         if nudge == "gradient" or start == "shifted":
-            force = nudging_force(total, inner, solution.displacement, direct=not direct_at_end)
+            force = query_gradient(total, inner, solution.displacement, direct=not direct_at_end)
         if start == "solution":
             d = solution.displacement
         elif start == "shifted":
@@ -55,7 +52,7 @@ def add_tangent(
     total.check(inner.places, "tangent", norm(tangent))
     if direct_at_end and inner.problem.shared:
         query_gradient(total, inner, solution.displacement)
-    add_response(total, inner, solution.displacement, tangent, 1.0, scale=scale)
+    add_response(total, inner, solution.displacement, tangent, 1.0, scale)
 
 
 def _follow(
@@ -71,14 +68,10 @@ def _follow(
         pull = force if force is not None else inner.query_gradient(d, step)
         loss, g, hv = inner.data_hvp(d, tangent, None, step, solver.batch_size)
         proximal.add_force(g, d, inner.theta)
-        hv = {
-            n: leaf + pull[n]
-            for n, leaf in proximal.add_curvature(hv, d, tangent, inner.theta).items()
-        }
+        hv = proximal.add_curvature(hv, d, tangent, inner.theta)
+        hv = {n: leaf + pull[n] for n, leaf in hv.items()}
         trace.record(loss, g)
-        d, memory = solver.update(d, g, memory, strong_convexity=mu, inplace=False)
-        tangent, tangent_memory = solver.update(
-            tangent, hv, tangent_memory, strong_convexity=mu, inplace=False
-        )
+        d, memory = solver.update(d, g, memory, mu=mu, inplace=False)
+        tangent, tangent_memory = solver.update(tangent, hv, tangent_memory, mu=mu, inplace=False)
     steps = torch.full((inner.tasks,), solver.steps, device=inner.problem.device)
     return trace.solution(solver.result(d, memory), steps), solver.result(tangent, tangent_memory)

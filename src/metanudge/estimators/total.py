@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from metanudge.engines import Cost, Inner, Measured
-from metanudge.params import Flat, Params
+from metanudge.params import Flat, Params, combined
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solution
 
@@ -19,7 +19,7 @@ class NonFiniteError(FloatingPointError):
     """An inner solve produced NaN or Inf; nothing has reached `.grad`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stats:
     """What one meta-gradient cost and how good it is, averaged over the tasks.
 
@@ -42,13 +42,13 @@ class Stats:
         products: how `MAML` multiplied with Hessians; None for other estimators.
     """
 
-    query_loss_before: float
-    query_accuracy_before: float
-    query_loss: float
-    query_accuracy: float
-    residual_start: float
-    residual: float
-    delta: float
+    query_loss_before: float = math.nan
+    query_accuracy_before: float = math.nan
+    query_loss: float = math.nan
+    query_accuracy: float = math.nan
+    residual_start: float = math.nan
+    residual: float = math.nan
+    delta: float = math.nan
     nu: float | None
     error: float | None
     gradient_norm: float
@@ -81,16 +81,21 @@ class Stats:
 
 @dataclass(frozen=True)
 class _Check:
-    """Values that must be finite, `(steps, rows)`; outside the inner steps there is one step."""
+    """Values that must be finite: `(steps, rows)`, or `(rows,)` for something outside the inner
+    steps; and what to say besides where they are not.
+    """
 
     places: tuple[int, ...]
     quantity: str
     values: Tensor
-    in_steps: bool
+    hint: str
 
     @property
-    def first_bad(self) -> tuple[int, int]:
-        step, row = torch.nonzero(~torch.isfinite(self.values))[0].tolist()
+    def in_steps(self) -> bool:
+        return self.values.ndim == 2
+
+    def find_first_bad(self) -> tuple[int, int]:
+        step, row = torch.nonzero(~torch.isfinite(torch.atleast_2d(self.values)))[0].tolist()
         return step, row
 
 
@@ -109,37 +114,30 @@ class MetaGradient:
         self._sealed: Tensor
         self._flat: Tensor | None = None
 
-    def add(
-        self, rows: Params, weights: float | list[float], scale: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def add(self, rows: Params, weights: float | list[float], scale: Params | None = None) -> None:
         """gradient += scale ⊙ Σ_r w_r rows_r / num_tasks; one weight for all rows or one per nudge
         (rows are nudge by nudge).
         """
         with torch.no_grad():
             if isinstance(rows, Flat):
-                rows, weights = rows.like(_combined(rows.matrix, weights).unsqueeze(0)), 1.0
+                rows, weights = rows.like(combined(rows.matrix, weights).unsqueeze(0)), 1.0
             for name, leaf in rows.items():
                 factor = None if scale is None else scale[name]
                 if leaf.shape[0] == 1:  # the in-place engine: no temporary of the size of the model
+                    row = leaf[0]
                     weight = weights if isinstance(weights, (int, float)) else weights[0]
-                    _add_scaled(self.gradient[name], leaf[0], weight / self.num_tasks, factor)
                 else:
-                    _add_scaled(
-                        self.gradient[name], _combined(leaf, weights), 1 / self.num_tasks, factor
-                    )
+                    row, weight = combined(leaf, weights), 1.0
+                if factor is None:
+                    self.gradient[name].add_(row, alpha=weight / self.num_tasks)
+                else:
+                    self.gradient[name].addcmul_(row, factor, value=weight / self.num_tasks)
 
-    def check(self, places: tuple[int, ...], quantity: str, values: Tensor) -> None:
+    def check(self, places: tuple[int, ...], quantity: str, values: Tensor, hint: str = "") -> None:
         """Remember values that must be finite: `(steps, rows)`, or `(rows,)` for something outside
-        the inner steps.
+        the inner steps. The hint is for the message, should they not be.
         """
-        self._checks.append(
-            _Check(
-                places,
-                quantity,
-                values if values.ndim == 2 else values.unsqueeze(0),
-                values.ndim == 2,
-            )
-        )
+        self._checks.append(_Check(places, quantity, values, hint))
 
     def record(self, inner: Inner, solution: Solution, *, share: float = 1.0) -> None:
         """Note a solve's residuals; `share` is its weight where one task is solved several
@@ -149,10 +147,15 @@ class MetaGradient:
             inner.places, "support loss" if self.nu is None else "nudged loss", solution.losses
         )
         self.check(inner.places, "gradient", solution.residuals)
-        nudges = solution.residual.shape[0] // inner.tasks
-        self._mean("residual_start", solution.residuals[0], share / nudges)
-        self._mean("residual", solution.residual, share / nudges)
-        self._mean("delta", solution.delta, share / nudges)
+        share = share * inner.tasks / len(solution.residual)
+        self._add_to_mean("residual_start", solution.residuals[0], share)
+        self._add_to_mean("residual", solution.residual, share)
+        self._add_to_mean("delta", solution.delta, share)
+
+    def record_start(self, inner: Inner) -> None:
+        """Note the query loss at θ, where it is wanted."""
+        if self.metrics:
+            self.record_query(inner.measure_query(None), None, tasks=inner.tasks)
 
     def record_solution(self, inner: Inner, solution: Solution, *, share: float = 1.0) -> None:
         """Note the un-nudged solve, and what it did to the query loss."""
@@ -165,8 +168,7 @@ class MetaGradient:
         """Note the part of the difference's error that unconverged solves may cause: Σ_j |c_j| λ
         δ_j, with `forces` λ δ of each row.
         """
-        by_nudge = forces.unflatten(0, (len(weights), -1)).sum(1)
-        self._mean("error", _combined(by_nudge, [abs(w) for w in weights]).reshape(1), 1.0)
+        self._add_to_mean("error", combined(forces, [abs(w) for w in weights]), 1.0)
 
     @property
     def error(self) -> Tensor | None:
@@ -180,8 +182,8 @@ class MetaGradient:
         for measured, suffix in ((before, "_before"), (after, "")):
             if measured is not None:
                 weight = share * tasks / measured.loss.shape[0]
-                self._mean("query_loss" + suffix, measured.loss, weight)
-                self._mean("query_accuracy" + suffix, measured.accuracy, weight)
+                self._add_to_mean("query_loss" + suffix, measured.loss, weight)
+                self._add_to_mean("query_accuracy" + suffix, measured.accuracy, weight)
 
     def seal(self, *, flat: bool = False) -> None:
         """Nothing more will be added: have the device put together what `finish` wants to know,
@@ -189,11 +191,8 @@ class MetaGradient:
         """
         if flat:
             self._flat = torch.cat([g.flatten() for g in self.gradient.values()])
-        norms = (
-            torch._foreach_norm(list(self.gradient.values()))
-            if self._flat is None
-            else [torch.linalg.vector_norm(self._flat)]
-        )
+        leaves = list(self.gradient.values()) if self._flat is None else [self._flat]
+        norms = torch._foreach_norm(leaves)
         self._sums["gradient_norm"] = torch.linalg.vector_norm(torch.stack(norms)).double()
         fine = [torch.isfinite(check.values).all().double() for check in self._checks]
         self._sealed = torch.stack([*fine, *self._sums.values()])
@@ -221,19 +220,11 @@ class MetaGradient:
                 " query loss overflowed. Use a smaller lr or a larger nu. Nothing was written to"
                 " .grad."
             )
-        error = values["error"] / norm if "error" in values and norm > 0 else None
-        nan = math.nan
+        error = values.pop("error", None)
         return Stats(
-            query_loss_before=values.get("query_loss_before", nan),
-            query_accuracy_before=values.get("query_accuracy_before", nan),
-            query_loss=values.get("query_loss", nan),
-            query_accuracy=values.get("query_accuracy", nan),
-            residual_start=values.get("residual_start", nan),
-            residual=values.get("residual", nan),
-            delta=values.get("delta", nan),
+            **values,
             nu=self.nu,
-            error=error,
-            gradient_norm=norm,
+            error=None if error is None or norm == 0 else error / norm,
             support_gradients=cost.support_gradients / self.num_tasks,
             query_gradients=cost.query_gradients / self.num_tasks,
             hessian_products=cost.hessian_products / self.num_tasks,
@@ -242,54 +233,25 @@ class MetaGradient:
             products=self.products,
         )
 
-    def _mean(self, key: str, values: Tensor, share: float) -> None:
+    def _add_to_mean(self, key: str, values: Tensor, share: float) -> None:
         total = values.detach().double().sum() * (share / self.num_tasks)
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
     def _raise_where_not_finite(self, fine: list[float], advice: Callable[[], str]) -> None:
         if all(fine):
             return
-        first = fine.index(0.0)
         # Checks come in the order of the computation, a solve's losses right before its gradients:
         # of these two the earlier step counts.
-        candidates = [self._checks[first]]
-        if (
-            first + 1 < len(self._checks)
-            and not fine[first + 1]
-            and self._checks[first].in_steps
-            and self._checks[first + 1].in_steps
-        ):
-            candidates.append(self._checks[first + 1])
-        check = min(candidates, key=lambda c: c.first_bad[0])
-        step, row = check.first_bad
-        quantity, places = check.quantity, check.places
+        first = fine.index(0.0)
+        bad = [self._checks[i] for i in (first, first + 1) if i < len(fine) and not fine[i]]
+        check = bad[0]
+        if all(each.in_steps for each in bad):
+            check = min(bad, key=lambda each: each.find_first_bad()[0])
+        step, row = check.find_first_bad()
+        task = check.places[row % len(check.places)]
         when = f"at inner step {step}" if check.in_steps else "after the inner steps"
-        alone = "of the nudged problem" in quantity  # the un-nudged one was solved before
-        more = (
-            ' Without the nudge all was finite: a smaller nu or start="theta" may do, too.'
-            if alone
-            else ""
-        )
         raise NonFiniteError(
-            f"The {quantity} of task {places[row % len(places)]} became NaN or Inf {when}. Usually"
-            f" the inner steps diverge: {advice()}.{more} If it is step 0, look for NaN in the data"
-            " or the model's parameters. Nothing was written to .grad."
+            f"The {check.quantity} of task {task} became NaN or Inf {when}. Usually the inner steps"
+            f" diverge: {advice()}.{check.hint} If it is step 0, look for NaN in the data or the"
+            " model's parameters. Nothing was written to .grad."
         )
-
-
-def _combined(rows: Tensor, weights: float | list[float]) -> Tensor:
-    """Σ_r w_r rows_r, with one weight for all rows or one per nudge."""
-    if isinstance(weights, (int, float)):
-        return rows.sum(0) * weights
-    first, *others = rows.unflatten(0, (len(weights), -1)).sum(1)
-    total = first * weights[0]
-    for weight, row in zip(weights[1:], others, strict=True):
-        total.add_(row, alpha=weight)
-    return total
-
-
-def _add_scaled(target: Tensor, value: Tensor, weight: float, scale: Tensor | None) -> None:
-    if scale is None:
-        target.add_(value, alpha=weight)
-    else:
-        target.addcmul_(value, scale, value=weight)

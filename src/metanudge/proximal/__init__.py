@@ -11,13 +11,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from metanudge.proximal.absent import Absent
-from metanudge.proximal.base import Proximal
+from metanudge.proximal.base import Absent, Proximal
 from metanudge.proximal.diagonal import Diagonal
 from metanudge.proximal.learned import Learned, LogStiffness, Per
 from metanudge.proximal.operator import Matrix
 from metanudge.proximal.regulariser import Custom
-from metanudge.proximal.stiffness import Operator, Regulariser, Stiffness, stiffness_per_parameter
+from metanudge.proximal.stiffness import Regulariser, Stiffness, stiffness_per_parameter
 
 
 def proximal_term(
@@ -43,10 +42,8 @@ __all__ = [
     "Absent",
     "Custom",
     "Diagonal",
-    "Learned",
     "LogStiffness",
     "Matrix",
-    "Operator",
     "Per",
     "Proximal",
     "Regulariser",

@@ -1,17 +1,19 @@
 """What the rest of the package asks of a proximal term: its force on φ, its energy, and what it
-says about θ and about itself.
+says about θ and about itself. And no term at all, which answers with zeros.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from metanudge.params import Params
 
 Force = Callable[[Params], Params]
+Pull = tuple[Params, Params | None]
+"""Rows, and a factor that all of them share (None for 1)."""
 
 
 class Proximal(ABC):
@@ -22,16 +24,12 @@ class Proximal(ABC):
 
     Attributes:
         uses_theta: whether θ itself matters, and not only d = φ − θ.
+        smallest_curvature: the strong convexity that the term guarantees by itself, NaN where
+            nothing is known; a 0-d tensor on the device where it changes from step to step.
     """
 
     uses_theta = False
-
-    @property
-    @abstractmethod
-    def smallest_curvature(self) -> float | Tensor:
-        """The strong convexity that the term guarantees by itself; a 0-d tensor on the device where
-        it changes from step to step.
-        """
+    smallest_curvature: float | Tensor
 
     @property
     def learned(self) -> dict[str, nn.Parameter]:
@@ -58,23 +56,14 @@ class Proximal(ABC):
         """hv + ∂²_φφ R · v, out of place."""
 
     @abstractmethod
-    def pull(self, d: Params, theta: Params) -> tuple[Params, Params | None]:
-        """−∂_θ R at fixed φ, as rows and a factor that all rows share (None for 1)."""
-
-    @abstractmethod
-    def pull_along(self, d: Params, v: Params, theta: Params) -> tuple[Params, Params | None]:
-        """The derivative of `pull` as φ moves along v: −∂²_θφ R · v."""
+    def pull(self, d: Params, theta: Params, v: Params | None = None) -> Pull:
+        """−∂_θ R at fixed φ, or its derivative as φ moves along v, −∂²_θφ R · v."""
 
     def accumulate(  # noqa: B027 (most terms learn nothing)
-        self,
-        gradient: Params,
-        a: Params,
-        b: Params,
-        weights: Sequence[float],
-        scale: Mapping[str, Tensor] | None = None,
+        self, gradient: Params, a: Params, b: Params, weights: Sequence[float], scale: Params | None
     ) -> None:
         """gradient += Σ_r w_r λ a_r b_r of each learned parameter, λ replaced by `scale` where
-        given; nothing where none is learned.
+        given; sums over the parameters that share a λ.
 
         Rows are nudge by nudge, with one weight per nudge.
 
@@ -87,3 +76,31 @@ class Proximal(ABC):
         """∂_φ R as a function of one task's d (no row axis) that autograd follows into θ and the
         learned parameters; and its μ.
         """
+
+
+class Absent(Proximal):
+    """R = 0: what solves start from is a constant, and the inner function is all there is;
+    `smallest_curvature` is what is known of its own.
+    """
+
+    def __init__(self, smallest_curvature: float) -> None:
+        self.smallest_curvature = smallest_curvature
+
+    def add_force(self, g: Params, d: Params, theta: Params) -> None:
+        """g as it is."""
+
+    def energy(self, d: Params, theta: Params) -> Tensor:
+        """0."""
+        return next(iter(d.values())).new_zeros(())
+
+    def add_curvature(self, hv: Params, d: Params, v: Params, theta: Params) -> Params:
+        """hv as it is."""
+        return hv
+
+    def pull(self, d: Params, theta: Params, v: Params | None = None) -> Pull:
+        """There is no θ to pull on."""
+        return {}, None
+
+    def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
+        """d ↦ 0."""
+        return lambda d: {n: leaf.new_zeros(()) for n, leaf in d.items()}, self.smallest_curvature

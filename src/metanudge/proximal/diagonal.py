@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Flat, Params, dot
-from metanudge.proximal.base import Force, Proximal
+from metanudge.proximal.base import Force, Proximal, Pull
 
 
 class Diagonal(Proximal):
@@ -17,37 +17,26 @@ class Diagonal(Proximal):
     Attributes:
         lam: λ of each parameter, 0-d or of the parameter's shape; the tensors stay the same from
             step to step.
+        smallest_curvature: the smallest λ; with `smallest`, values change from step to step.
     """
 
-    _fixed = True
-
-    def __init__(self, lam: Params) -> None:
+    def __init__(self, lam: Params, smallest: Tensor | None = None) -> None:
         self.lam = lam
-
-    @cached_property
-    def _smallest(self) -> float:
-        return min(float(value.min()) for value in self.lam.values())
-
-    @property
-    def smallest_curvature(self) -> float | Tensor:
-        """The smallest λ."""
-        return self._smallest
+        self._fixed = smallest is None
+        self.smallest_curvature = (
+            min(float(value.min()) for value in lam.values()) if smallest is None else smallest
+        )
 
     @cached_property
     def common(self) -> Tensor | None:
         """The one λ of all parameters, where there is one."""
         first = next(iter(self.lam.values()))
-        if first.ndim or any(value.ndim for value in self.lam.values()):
-            return None
-        return (
-            first
-            if all(
-                value is first
-                or (value.dtype == first.dtype and self._fixed and bool(value == first))
-                for value in self.lam.values()
-            )
-            else None
+        same = all(
+            value is first
+            or (self._fixed and value.dtype == first.dtype and torch.equal(value, first))
+            for value in self.lam.values()
         )
+        return first if same and first.ndim == 0 else None
 
     def add_force(self, g: Params, d: Params, theta: Params) -> None:
         """g += λ d."""
@@ -65,13 +54,9 @@ class Diagonal(Proximal):
         """hv + λ v."""
         return {n: torch.addcmul(leaf, v[n], self.lam[n]) for n, leaf in hv.items()}
 
-    def pull(self, d: Params, theta: Params) -> tuple[Params, Params | None]:
-        """λ d."""
-        return d, self.lam
-
-    def pull_along(self, d: Params, v: Params, theta: Params) -> tuple[Params, Params | None]:
-        """λ v."""
-        return v, self.lam
+    def pull(self, d: Params, theta: Params, v: Params | None = None) -> Pull:
+        """λ d, or λ v."""
+        return d if v is None else v, self.lam
 
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
         """d ↦ λ d."""

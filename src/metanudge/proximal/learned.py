@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.names import near
-from metanudge.params import Params, dot
+from metanudge.params import Params, combined, dot, wide
 from metanudge.proximal.base import Force
 from metanudge.proximal.diagonal import Diagonal, multiply_by
 from metanudge.proximal.stiffness import Stiffness, stiffness_per_parameter
@@ -59,11 +59,8 @@ class LogStiffness(nn.Module):
                     f'lam[{name!r}] has one value per parameter, but learn_lam="tensor" learns one'
                     ' per tensor. Use learn_lam="parameter", or start from numbers.'
                 )
-            rho = (
-                value.log()
-                if per == "tensor"
-                else torch.ones_like(parameters[name], dtype=value.dtype) * value.log()
-            )
+            like = value if per == "tensor" else parameters[name]
+            rho = torch.ones_like(like, dtype=value.dtype) * value.log()
             _register(self, name, nn.Parameter(rho))
 
 
@@ -73,73 +70,59 @@ class Learned(Diagonal):
     The tensors in `lam` keep their storage; `refresh` writes exp(ρ) into them, on the device.
     """
 
-    _fixed = False
-
     def __init__(self, log_lam: LogStiffness, parameters: Mapping[str, Tensor]) -> None:
         self._log_lam = log_lam
         self._keys = _keys(log_lam, parameters)
-        rho = dict(log_lam.named_parameters())
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         lam: Params = {}
+        rho = self._rho
         for name, p in parameters.items():
-            place = self._keys[name], torch.promote_types(p.dtype, torch.float32)
-            if place not in self._buffers:
-                self._buffers[place] = torch.empty_like(
-                    rho[place[0]], dtype=place[1], device=p.device, requires_grad=False
-                )
-            lam[name] = self._buffers[place]
-        super().__init__(lam)
-        self._smallest_now = lam[next(iter(lam))].new_empty(())
+            key, dtype = self._keys[name], wide(p.dtype)
+            if (key, dtype) not in self._buffers:
+                buffer = torch.empty_like(rho[key], dtype=dtype, device=p.device)
+                self._buffers[key, dtype] = buffer
+            lam[name] = self._buffers[key, dtype]
+        self._smallest = lam[next(iter(lam))].new_empty(())
+        super().__init__(lam, self._smallest)
         self.refresh()
 
     @property
-    def smallest_curvature(self) -> float | Tensor:
-        """The smallest λ, as it is now."""
-        return self._smallest_now
+    def _rho(self) -> dict[str, nn.Parameter]:
+        return {f"log_lam.{key}": p for key, p in self._log_lam.named_parameters()}
 
     @property
     def learned(self) -> dict[str, nn.Parameter]:
         """ρ, as `log_lam.…`, where it requires grad."""
-        return {
-            f"log_lam.{key}": p for key, p in self._log_lam.named_parameters() if p.requires_grad
-        }
+        return {key: p for key, p in self._rho.items() if p.requires_grad}
 
     def refresh(self) -> None:
         """λ ← exp(ρ)."""
-        rho = dict(self._log_lam.named_parameters())
+        rho = self._rho
         with torch.no_grad():
             for (key, dtype), buffer in self._buffers.items():
                 torch.exp(rho[key].to(buffer.device, dtype), out=buffer)
-            self._smallest_now.copy_(_least(self.lam))
+            self._smallest.copy_(_least(self.lam))
 
     def accumulate(
-        self,
-        gradient: Params,
-        a: Params,
-        b: Params,
-        weights: Sequence[float],
-        scale: Mapping[str, Tensor] | None = None,
+        self, gradient: Params, a: Params, b: Params, weights: Sequence[float], scale: Params | None
     ) -> None:
         """gradient += Σ_r w_r λ a_r b_r, summed over the parameters that share a λ."""
         scale = self.lam if scale is None else scale
         for name, key in self._keys.items():
-            target = gradient.get(f"log_lam.{key}")
-            if target is not None:
+            if (target := gradient.get(key)) is not None:
                 _add_products(target, a[name], b[name], weights, scale[name])
 
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
         """d ↦ exp(ρ) d."""
-        rho = {
-            f"log_lam.{key}": p.detach() for key, p in self._log_lam.named_parameters()
-        } | learned
-        lam = {n: rho[f"log_lam.{key}"].to(self.lam[n]).exp() for n, key in self._keys.items()}
+        rho = {key: p.detach() for key, p in self._rho.items()} | learned
+        lam = {n: rho[key].to(self.lam[n]).exp() for n, key in self._keys.items()}
         return multiply_by(lam), _least(lam)
 
 
 def _keys(log_lam: LogStiffness, parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Which ρ belongs to each of the model's parameters."""
     if log_lam._per == "scalar":
-        return dict.fromkeys(parameters, ALL)
+        return dict.fromkeys(parameters, f"log_lam.{ALL}")
     known = dict(log_lam.named_parameters())
     missing = [name for name in parameters if name not in known]
     if missing:
@@ -147,7 +130,7 @@ def _keys(log_lam: LogStiffness, parameters: Mapping[str, Tensor]) -> dict[str, 
             f"No stiffness is learned for {', '.join(missing)}, which did not adapt when the"
             " learner was made. Make a new MetaLearner."
         )
-    return {name: name for name in parameters}
+    return {name: f"log_lam.{name}" for name in parameters}
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -177,10 +160,4 @@ def _add_products(
             target.addcmul_((a[0] * factor).to(target), b[0].to(target), value=weights[0])
             return
         products = a * b if target.shape == a.shape[1:] else dot({"": a}, {"": b})
-        by_nudge = products.unflatten(0, (len(weights), -1)).sum(1)
-        # Python's numbers as weights: making a tensor of them would wait for the device.
-        combined = sum(
-            (w * part for w, part in zip(weights[1:], by_nudge[1:], strict=True)),
-            weights[0] * by_nudge[0],
-        )
-        target.addcmul_(combined.to(target), factor.to(target))
+        target.addcmul_(combined(products, weights).to(target), factor.to(target))

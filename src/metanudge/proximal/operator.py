@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Params, dot, norm
-from metanudge.proximal.base import Force, Proximal
-from metanudge.proximal.lanczos import extreme_eigenvalues
+from metanudge.proximal.base import Force, Proximal, Pull
+from metanudge.proximal.lanczos import extreme_eigenvalues, random_direction
 from metanudge.proximal.rowwise import Rowwise
 from metanudge.proximal.stiffness import Operator
 
@@ -28,14 +28,9 @@ class Matrix(Proximal):
 
     def __init__(self, operator: Operator, parameters: Mapping[str, Tensor]) -> None:
         self._operator = operator
-        self._shapes = {n: p.shape for n, p in parameters.items()}
+        self._shapes = _shapes(parameters)
         self._rows = Rowwise(self._product)
-        self._smallest = self._probed(parameters)
-
-    @property
-    def smallest_curvature(self) -> float | Tensor:
-        """About the smallest eigenvalue of A."""
-        return self._smallest
+        self.smallest_curvature = self._probe(parameters)
 
     def product(self, v: Params) -> Params:
         """A v of every row."""
@@ -55,50 +50,37 @@ class Matrix(Proximal):
         """hv + A v."""
         return {n: hv[n] + leaf for n, leaf in self.product(v).items()}
 
-    def pull(self, d: Params, theta: Params) -> tuple[Params, Params | None]:
-        """A d."""
-        return self.product(d), None
-
-    def pull_along(self, d: Params, v: Params, theta: Params) -> tuple[Params, Params | None]:
-        """A v."""
-        return self.product(v), None
+    def pull(self, d: Params, theta: Params, v: Params | None = None) -> Pull:
+        """A d, or A v."""
+        return self.product(d if v is None else v), None
 
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
         """d ↦ A d."""
-        return self._product, self._smallest
+        return self._product, self.smallest_curvature
 
     def _product(self, v: Params) -> Params:
         """A v of one task, in the order and dtypes of v."""
         result = self._operator(v)
-        if (
-            not isinstance(result, Mapping)
-            or set(result) != set(v)
-            or any(result[n].shape != s for n, s in self._shapes.items())
-        ):
-            got = (
-                {n: tuple(t.shape) for n, t in result.items()}
-                if isinstance(result, Mapping)
-                else type(result).__name__
-            )
+        got = _shapes(result) if isinstance(result, Mapping) else type(result).__name__
+        if got != self._shapes:
             raise ValueError(
                 "The operator given as lam must return a dict with the names and shapes it is"
-                f" given ({ {n: tuple(s) for n, s in self._shapes.items()} }), got {got}."
+                f" given ({self._shapes}), got {got}."
             )
         return {n: result[n].to(leaf.dtype) for n, leaf in v.items()}
 
-    def _probed(self, parameters: Mapping[str, Tensor]) -> float:
+    def _probe(self, parameters: Mapping[str, Tensor]) -> float:
         """Refuse what is not linear, symmetric and positive on random directions; returns the
         smallest eigenvalue, estimated.
         """
         with torch.no_grad():
-            probes = [_direction(parameters, seed) for seed in range(2 * PROBES)]
+            probes = [random_direction(parameters, seed) for seed in range(2 * PROBES)]
             images = [self.product(v) for v in probes]
             slack = max(torch.finfo(leaf.dtype).eps for leaf in probes[0].values()) ** 0.5
             if not all(bool(torch.isfinite(norm(image)).all()) for image in images):
                 raise ValueError(f"The operator given as lam returns NaN or Inf. {FIX}")
-            for u, v, au, av in zip(
-                probes[::2], probes[1::2], images[::2], images[1::2], strict=True
-            ):
+            probed = list(zip(probes, images, strict=True))
+            for (u, au), (v, av) in zip(probed[::2], probed[1::2], strict=True):
                 size = float(norm(au) + norm(av))
                 both = self.product({n: u[n] + 2 * v[n] for n in u})
                 if float(norm({n: both[n] - au[n] - 2 * av[n] for n in u})) > slack * size:
@@ -121,12 +103,5 @@ class Matrix(Proximal):
         return smallest
 
 
-def _direction(parameters: Mapping[str, Tensor], seed: int) -> Params:
-    """A random direction of length 1, with a row axis."""
-    generator = torch.Generator().manual_seed(seed)
-    v = {}
-    for n, p in parameters.items():
-        leaf = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        v[n] = leaf.unsqueeze(0).to(p.device, torch.promote_types(p.dtype, torch.float32))
-    length = norm(v)
-    return {n: leaf / length.to(leaf.dtype) for n, leaf in v.items()}
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {n: tuple(t.shape) for n, t in tensors.items()}

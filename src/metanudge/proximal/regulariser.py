@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vjp
 
-from metanudge.params import Params, norm
-from metanudge.proximal.base import Force, Proximal
-from metanudge.proximal.lanczos import extreme_eigenvalues
+from metanudge.params import Params, norm, wide, zeros_like
+from metanudge.proximal.base import Force, Proximal, Pull
+from metanudge.proximal.lanczos import extreme_eigenvalues, random_direction
 from metanudge.proximal.rowwise import Rowwise
 from metanudge.proximal.stiffness import Regulariser
+from metanudge.task import kind_of
 
 
 class Custom(Proximal):
@@ -27,9 +28,8 @@ class Custom(Proximal):
     uses_theta = True
 
     def __init__(self, regulariser: Regulariser, parameters: Mapping[str, Tensor]) -> None:
-        if isinstance(regulariser, nn.Module) and any(
-            p.requires_grad for p in regulariser.parameters()
-        ):
+        own = regulariser.parameters() if isinstance(regulariser, nn.Module) else ()
+        if any(p.requires_grad for p in own):
             raise ValueError(
                 "The regulariser has parameters that require grad, but only θ is learned through"
                 " it. Call regulariser.requires_grad_(False), or learn a stiffness with learn_lam."
@@ -44,17 +44,9 @@ class Custom(Proximal):
         self._mixed = Rowwise(
             lambda phi, theta, v: vjp(lambda t: grad(regulariser)(phi, t), theta)[1](v)[0]
         )
-        theta = {
-            n: p.detach().to(torch.promote_types(p.dtype, torch.float32))
-            for n, p in parameters.items()
-        }
+        theta = {n: p.detach().to(wide(p.dtype)) for n, p in parameters.items()}
         self._check(theta)
-        self._smallest = self._curvature_at(theta)
-
-    @property
-    def smallest_curvature(self) -> float | Tensor:
-        """About the smallest curvature at φ = θ."""
-        return self._smallest
+        self.smallest_curvature = self._curvature_at(theta)
 
     def add_force(self, g: Params, d: Params, theta: Params) -> None:
         """g += ∂_φ R."""
@@ -69,45 +61,37 @@ class Custom(Proximal):
         """hv + ∂²_φφ R · v."""
         return {n: hv[n] + leaf for n, leaf in self._call(self._hvp, d, theta, v).items()}
 
-    def pull(self, d: Params, theta: Params) -> tuple[Params, Params | None]:
-        """−∂_θ R."""
-        return {n: -leaf for n, leaf in self._call(self._on_theta, d, theta).items()}, None
-
-    def pull_along(self, d: Params, v: Params, theta: Params) -> tuple[Params, Params | None]:
-        """−∂²_θφ R · v."""
-        return {n: -leaf for n, leaf in self._call(self._mixed, d, theta, v).items()}, None
+    def pull(self, d: Params, theta: Params, v: Params | None = None) -> Pull:
+        """−∂_θ R, or −∂²_θφ R · v."""
+        if v is None:
+            push = self._call(self._on_theta, d, theta)
+        else:
+            push = self._call(self._mixed, d, theta, v)
+        return {n: -leaf for n, leaf in push.items()}, None
 
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
         """d ↦ ∂_φ R(θ + d; θ)."""
-        return (
-            lambda d: grad(self._regulariser)({n: theta[n] + leaf for n, leaf in d.items()}, theta),
-            self._smallest,
-        )
+
+        def force(d: Params) -> Params:
+            return grad(self._regulariser)({n: theta[n] + leaf for n, leaf in d.items()}, theta)
+
+        return force, self.smallest_curvature
 
     def _call(self, function: Rowwise, d: Params, theta: Params, *more: Params) -> Params:
-        own = next(theta[n].ndim == leaf.ndim for n, leaf in d.items())
-        theta = {n: theta[n].to(leaf.dtype) for n, leaf in d.items()}
+        theta = {n: theta[n].to(leaf.dtype).expand_as(leaf) for n, leaf in d.items()}
         # what the function closes over is constant; `grad` inside works all the same
         with torch.no_grad():
-            return function(
-                {n: theta[n] + leaf for n, leaf in d.items()}, theta, *more, apart=(True, own)
-            )
+            return function({n: theta[n] + leaf for n, leaf in d.items()}, theta, *more)
 
     def _check(self, theta: Params) -> None:
         value = self._regulariser({n: t.clone() for n, t in theta.items()}, theta)
         if not isinstance(value, Tensor) or value.ndim != 0:
-            got = (
-                f"a tensor of shape {tuple(value.shape)}"
-                if isinstance(value, Tensor)
-                else type(value).__name__
-            )
             raise ValueError(
-                f"The regulariser must return a scalar tensor, got {got}. Sum it over all"
-                " parameters."
+                f"The regulariser must return a scalar tensor, got {kind_of(value)}. Sum it over"
+                " all parameters."
             )
-        force = self._on_phi(
-            {n: t.unsqueeze(0) for n, t in theta.items()}, theta, apart=(True, False)
-        )
+        row = {n: t.unsqueeze(0) for n, t in theta.items()}
+        force = self._on_phi(row, row)
         if not bool(torch.isfinite(value)) or not bool(torch.isfinite(norm(force)).all()):
             raise ValueError(
                 "The regulariser or its gradient is not finite at φ = θ, where every solve starts"
@@ -116,12 +100,8 @@ class Custom(Proximal):
             )
 
     def _curvature_at(self, theta: Params) -> float:
-        generator = torch.Generator().manual_seed(0)
-        start = {
-            n: torch.randn(t.shape, generator=generator, dtype=torch.float64).unsqueeze(0).to(t)
-            for n, t in theta.items()
-        }
-        still = {n: torch.zeros_like(leaf) for n, leaf in start.items()}
+        start = random_direction(theta, seed=0)
+        still = zeros_like(start)
         try:
             smallest, _ = extreme_eigenvalues(
                 lambda v: self._call(self._hvp, still, theta, v), start

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from metanudge.params import Params
+from metanudge.params import Params, wide
 
 Operator = Callable[[Params], Mapping[str, Tensor]]
 Regulariser = Callable[[Params, Params], Tensor]
@@ -28,9 +28,8 @@ def stiffness_per_parameter(
     if isinstance(lam, Mapping):
         unknown, missing = sorted(set(lam) - set(parameters)), sorted(set(parameters) - set(lam))
         if unknown or missing:
-            parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [
-                f"missing: {', '.join(missing)}"
-            ] * bool(missing)
+            both = {"unknown": unknown, "missing": missing}
+            parts = [f"{what}: {', '.join(names)}" for what, names in both.items() if names]
             raise ValueError(
                 "The names in lam do not match the model's trainable parameters"
                 f" ({'; '.join(parts)}). Give one value per parameter name that adapts:"
@@ -50,9 +49,10 @@ def stiffness_per_parameter(
 
 
 def _stiffness(value: float | Tensor, what: str, parameter: Tensor, *, zero: bool) -> Tensor:
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
     try:
-        tensor = torch.as_tensor(value, dtype=dtype, device=parameter.device).detach()
+        tensor = torch.as_tensor(
+            value, dtype=wide(parameter.dtype), device=parameter.device
+        ).detach()
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         got = (
             repr(value) if len(repr(value)) < 40 else f"a {type(value).__name__} that is too large"
@@ -65,9 +65,9 @@ def _stiffness(value: float | Tensor, what: str, parameter: Tensor, *, zero: boo
             f"{what} has shape {tuple(tensor.shape)} but its parameter has"
             f" {tuple(parameter.shape)}. Give a number or a tensor of the parameter's shape."
         )
-    fine = torch.isfinite(tensor) & ((tensor >= 0) if zero else (tensor > 0))
-    if not bool(fine.all()):
-        shown = float(tensor) if tensor.ndim == 0 else f"an entry of {float(tensor[~fine][0])}"
+    bad = tensor[~(torch.isfinite(tensor) & ((tensor >= 0) if zero else (tensor > 0)))]
+    if bad.numel():
+        shown = f"{'an entry of ' if tensor.ndim else ''}{float(bad[0])}"
         raise ValueError(
             f"{what} must be positive and finite, got {shown}: λ is the stiffness of the proximal"
             " term ½λ‖φ − θ‖², and without it the inner problem has no unique solution. Start with"

@@ -7,6 +7,9 @@ from metanudge.solvers.nesterov import Nesterov
 from metanudge.solvers.newton_cg import NewtonCG
 from metanudge.solvers.torch_optimizer import TorchOptimizer
 
+SOLVERS: list[type[Solver]] = [LBFGS, GradientDescent, Nesterov, NewtonCG, TorchOptimizer]
+"""What the command line and the tests know; one of your own is added with `SOLVERS.append`."""
+
 EXAMPLES = {
     "GradientDescent": "mn.GradientDescent(lr=0.1, steps=5)",
     "Nesterov": "mn.Nesterov(lr=0.1, steps=5)",
@@ -21,6 +24,7 @@ EXAMPLES = {
 __all__ = [
     "EXAMPLES",
     "LBFGS",
+    "SOLVERS",
     "GradientDescent",
     "LinearSolver",
     "Nesterov",

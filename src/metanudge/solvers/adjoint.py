@@ -110,7 +110,7 @@ class LinearUpdate(Update):
             copied(d),
             copied(g) if self.needs_gradient else g,
             copied(memory[0]) if memory else {},
-            strong_convexity=self._mu,
+            mu=self._mu,
             inplace=True,
         )
         return new, (remembered,) if memory else ()
@@ -149,9 +149,7 @@ class LinearUpdate(Update):
             memory, mu = ({"": rest[0]} if remembers else {}), self._mu
             if self.needs_gradient:
                 mu = rest[-1]
-            new, remembered = self._solver.update(
-                {"": d}, {"": g}, memory, strong_convexity=mu, inplace=False
-            )
+            new, remembered = self._solver.update({"": d}, {"": g}, memory, mu=mu, inplace=False)
             return (new[""], remembered[""]) if remembers else (new[""],)
 
         remembers = len(leaves) > 2

@@ -119,21 +119,24 @@ class Trace:
 
     def solution(self, displacement: Params, steps: Tensor) -> Solution:
         """The solution reached."""
-        residual = self._residuals[-1]
-        return Solution(
-            displacement,
-            steps,
-            residual,
-            bound(residual, self._strong_convexity),
-            torch.stack(self._losses),
-            torch.stack(self._residuals),
-        )
+        residual, delta = self._residuals[-1], bound(self._residuals[-1], self._strong_convexity)
+        losses, residuals = torch.stack(self._losses), torch.stack(self._residuals)
+        return Solution(displacement, steps, residual, delta, losses, residuals)
 
 
 def bound(residual: Tensor, strong_convexity: float | Tensor) -> Tensor:
     """‖φ − φ*‖ at most, residual / μ; NaN where μ is 0, so that nothing is known."""
     unknown = not isinstance(strong_convexity, Tensor) and strong_convexity == 0
     return residual / (math.nan if unknown else strong_convexity)
+
+
+def solve_rows(
+    solve: Callable[[Oracle, Params], Solution], oracle: Oracle, start: Params | None
+) -> Solution:
+    """Solve row by row, where an algorithm cannot take several at once; `start` is overwritten."""
+    d = oracle.zeros() if start is None else start
+    rows = [{n: leaf[r : r + 1] for n, leaf in d.items()} for r in range(oracle.rows)]
+    return join([solve(one, row) for one, row in zip(oracle.split(), rows, strict=True)])
 
 
 def join(solutions: list[Solution]) -> Solution:
@@ -187,55 +190,45 @@ class LinearSolver(Solver, Protocol):
         """What the update remembers between steps, at the start."""
 
     def update(
-        self,
-        d: Params,
-        g: Params,
-        memory: Params,
-        *,
-        strong_convexity: float | Tensor,
-        inplace: bool,
+        self, d: Params, g: Params, memory: Params, *, mu: float | Tensor, inplace: bool
     ) -> tuple[Params, Params]:
-        """One step from `d` with gradient `g`; with `inplace` the three dicts' tensors may be
-        overwritten.
+        """One step from `d` with gradient `g`, where the strong convexity is `mu`; with `inplace`
+        the three dicts' tensors may be overwritten.
         """
 
     def result(self, d: Params, memory: Params) -> Params:
         """The solution after the last update."""
 
 
-def iterate(
-    solver: LinearSolver, oracle: Oracle, start: Params | None, tol: float | None
-) -> Solution:
+def iterate(solver: LinearSolver, oracle: Oracle, start: Params | None) -> Solution:
     """Run a linear solver's update `steps` times; rows whose residual is at most `tol` stop where
     they are.
     """
     d = oracle.zeros() if start is None else start
-    memory = solver.memory(d)
-    trace = Trace(oracle)
-    steps: Tensor | None = None
+    memory, trace, mu = solver.memory(d), Trace(oracle), oracle.strong_convexity
+    steps = no_steps(oracle, d)
     for step in range(solver.steps):
         loss, g = oracle.gradient(d, step, solver.batch_size)
         residual = trace.record(loss, g)
-        steps = torch.zeros_like(residual, dtype=torch.long) if steps is None else steps
-        active = None if tol is None else residual > tol
+        active = None if solver.tol is None else residual > solver.tol
         if active is not None and not bool(active.any()):
             break
         if active is None or bool(active.all()):
-            d, memory = solver.update(
-                d, g, memory, strong_convexity=oracle.strong_convexity, inplace=True
-            )
+            d, memory = solver.update(d, g, memory, mu=mu, inplace=True)
             steps += 1
         else:  # a row that has converged must not move any more while the others go on
-            new = solver.update(
-                d, g, memory, strong_convexity=oracle.strong_convexity, inplace=False
-            )
-            d, memory = select(active, new[0], d), select(active, new[1], memory)
+            moved, remembered = solver.update(d, g, memory, mu=mu, inplace=False)
+            d, memory = select(active, moved, d), select(active, remembered, memory)
             steps += active
         # or the old gradient would still be alive while the next forward pass stores its
         # activations
         del g
-    assert steps is not None
     return trace.solution(solver.result(d, memory), steps)
+
+
+def no_steps(oracle: Oracle, d: Params) -> Tensor:
+    """A counter of the steps of each row, at 0."""
+    return next(iter(d.values())).new_zeros(oracle.rows, dtype=torch.long)
 
 
 def unroll(
@@ -253,9 +246,8 @@ def unroll(
     for step in range(solver.steps):
         if step == solver.steps - last:
             d, memory = _detached(d), _detached(memory)
-        d, memory = solver.update(
-            d, gradient(d, step), memory, strong_convexity=strong_convexity, inplace=False
-        )
+        g = gradient(d, step)
+        d, memory = solver.update(d, g, memory, mu=strong_convexity, inplace=False)
     d = solver.result(d, memory)
     return d if last else _detached(d)
 
@@ -270,14 +262,12 @@ def check_kind(value: object, what: str, method: str, examples: Mapping[str, str
     """
     if not isinstance(value, type) and callable(getattr(value, method, None)):
         return
-    kind = value if isinstance(value, type) else type(value)
-    got, name = (
-        (repr(value), value)
-        if isinstance(value, str)
-        else (f"the class {kind.__name__}", kind.__name__)
-    )
-    if not isinstance(value, (str, type)):
-        got = f"an object of {kind.__name__}"
+    if isinstance(value, str):
+        name, got = value, repr(value)
+    elif isinstance(value, type):
+        name, got = value.__name__, f"the class {value.__name__}"
+    else:
+        name, got = type(value).__name__, f"an object of {type(value).__name__}"
     known = {label.lower(): example for label, example in examples.items()}
     example = known.get(name.lower().replace("-", "").replace("_", ""), next(iter(known.values())))
     raise TypeError(
@@ -288,12 +278,7 @@ def check_kind(value: object, what: str, method: str, examples: Mapping[str, str
 
 def check_positive(value: float, what: str, fix: str) -> None:
     """Raise a `ValueError` unless `value` is a positive finite number."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"{what} must be a positive number, got {value!r}. {fix}")
 
 
@@ -303,8 +288,8 @@ def check_count(value: int, what: str, fix: str) -> None:
         raise ValueError(f"{what} must be a whole number of at least 1, got {value!r}. {fix}")
 
 
-def check_solver_options(steps: int, tol: float | None) -> None:
-    """The checks every solver shares."""
+def check_solver_options(steps: int, tol: float | None, batch_size: int | None = None) -> None:
+    """Raise where the options that solvers share make no sense."""
     check_count(steps, "steps", "Few-shot learners usually take 1 to 20 steps.")
     if tol is not None:
         check_positive(
@@ -313,3 +298,5 @@ def check_solver_options(steps: int, tol: float | None) -> None:
             "It is the residual norm at which a solve stops early; leave it out to always take all"
             " steps.",
         )
+    if batch_size is not None:
+        check_count(batch_size, "batch_size", "Leave it out to use the whole support set.")

@@ -13,7 +13,6 @@ from metanudge.solvers.base import (
     Oracle,
     Solution,
     Trace,
-    check_count,
     check_positive,
     check_solver_options,
     iterate,
@@ -74,14 +73,12 @@ class GradientDescent:
 
     def __post_init__(self) -> None:
         check_positive(self.lr, "lr", "Start with 0.1; stable steps are below 2/(curvature + lam).")
-        check_solver_options(self.steps, self.tol)
-        if self.batch_size is not None:
-            check_count(self.batch_size, "batch_size", "Leave it out to use the whole support set.")
+        check_solver_options(self.steps, self.tol, self.batch_size)
 
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Minimise from `start` (default: d = 0)."""
         if self.tol is not None or not isinstance(oracle, Descends):
-            return iterate(self, oracle, start, self.tol)
+            return iterate(self, oracle, start)
         d = oracle.zeros() if start is None else start
         trace = Trace(oracle)
         for step in range(self.steps):
@@ -93,13 +90,7 @@ class GradientDescent:
         return {}
 
     def update(
-        self,
-        d: Params,
-        g: Params,
-        memory: Params,
-        *,
-        strong_convexity: float | Tensor,
-        inplace: bool,
+        self, d: Params, g: Params, memory: Params, *, mu: float | Tensor, inplace: bool
     ) -> tuple[Params, Params]:
         """One step."""
         if inplace and isinstance(d, Flat) and isinstance(g, Flat):

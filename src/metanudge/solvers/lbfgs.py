@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Params
-from metanudge.solvers.base import Oracle, Solution, Trace, check_count, check_solver_options, join
+from metanudge.solvers.base import (
+    Oracle,
+    Solution,
+    Trace,
+    check_count,
+    check_solver_options,
+    solve_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,7 @@ class LBFGS:
 
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Minimise from `start` (default: d = 0)."""
-        d = oracle.zeros() if start is None else start
-        rows = [{n: leaf[r : r + 1] for n, leaf in d.items()} for r in range(oracle.rows)]
-        return join(
-            [self._solve_row(one, row) for one, row in zip(oracle.split(), rows, strict=True)]
-        )
+        return solve_rows(self._solve_row, oracle, start)
 
     def _solve_row(self, oracle: Oracle, d: Params) -> Solution:
         trace = Trace(oracle)
@@ -50,14 +53,8 @@ class LBFGS:
         searching = True
         while iterations < self.steps and self.tol < residual < float("inf"):
             moved = {n: leaf.clone() for n, leaf in d.items()}
-            taken = self._round(
-                oracle,
-                moved,
-                residual,
-                trace,
-                self.steps - iterations,
-                "strong_wolfe" if searching else None,
-            )
+            most = self.steps - iterations
+            taken = self._round(oracle, moved, residual, trace, most, searching)
             iterations += taken
             reached = float(trace.record(*oracle.gradient(moved)))
             # A line search goes downhill whatever the gradient's norm does; full steps must show
@@ -70,13 +67,7 @@ class LBFGS:
         return trace.solution(d, torch.tensor([iterations], device=next(iter(d.values())).device))
 
     def _round(
-        self,
-        oracle: Oracle,
-        d: Params,
-        residual: float,
-        trace: Trace,
-        steps: int,
-        line_search: str | None,
+        self, oracle: Oracle, d: Params, residual: float, trace: Trace, steps: int, searching: bool
     ) -> int:
         """One run of torch's L-BFGS that overwrites d; returns its iterations.
 
@@ -91,11 +82,10 @@ class LBFGS:
             lr=1.0,
             max_iter=steps,
             history_size=self.history,
-            tolerance_grad=0.1
-            * self.tol
-            / residual,  # torch looks at the largest component, we at the norm
+            # torch looks at the largest component, we at the norm
+            tolerance_grad=0.1 * self.tol / residual,
             tolerance_change=0.0,
-            line_search_fn=line_search,
+            line_search_fn="strong_wolfe" if searching else None,
         )
 
         def place() -> None:

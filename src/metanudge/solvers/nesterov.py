@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Params
-from metanudge.solvers.base import (
-    Oracle,
-    Solution,
-    check_count,
-    check_positive,
-    check_solver_options,
-    iterate,
-)
+from metanudge.solvers.base import Oracle, Solution, check_positive, check_solver_options, iterate
 
 
 @dataclass(frozen=True)
@@ -45,72 +38,59 @@ class Nesterov:
 
     def __post_init__(self) -> None:
         check_positive(self.lr, "lr", "Use about 1/(curvature + lam).")
-        check_solver_options(self.steps, self.tol)
+        check_solver_options(self.steps, self.tol, self.batch_size)
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(
                 f"momentum must be at least 0 and below 1, got {self.momentum!r}. Leave it out to"
                 " have it computed from lam."
             )
-        if self.batch_size is not None:
-            check_count(self.batch_size, "batch_size", "Leave it out to use the whole support set.")
 
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Minimise from `start` (default: d = 0)."""
-        return iterate(self, oracle, start, self.tol)
+        return iterate(self, oracle, start)
 
     def memory(self, d: Params) -> Params:
         """The previous x; at the start x = y."""
         return {name: leaf.clone() for name, leaf in d.items()}
 
     def update(
-        self,
-        d: Params,
-        g: Params,
-        memory: Params,
-        *,
-        strong_convexity: float | Tensor,
-        inplace: bool,
+        self, d: Params, g: Params, memory: Params, *, mu: float | Tensor, inplace: bool
     ) -> tuple[Params, Params]:
         """One step from y = `d` and x = `memory`."""
-        beta = self._beta(strong_convexity)
+        further = 1 + self._beta(mu)  # from the old x towards the new one, and beyond it
         if inplace:
             for name, y in d.items():
                 x_new = y.add_(g[name], alpha=-self.lr)
-                if isinstance(beta, Tensor):
-                    memory[name].mul_(-beta).addcmul_(x_new, (1 + beta).to(x_new))
-                else:
-                    memory[name].mul_(-beta).add_(x_new, alpha=1 + beta)
+                memory[name].lerp_(x_new, _for(x_new, further))
             # the two buffers have changed roles: `memory` now holds y, `d` holds x
-            return (memory, d)
+            return memory, d
         x = {name: torch.add(y, g[name], alpha=-self.lr) for name, y in d.items()}
-        if isinstance(beta, Tensor):
-            return {
-                name: torch.addcmul(leaf, leaf - memory[name], beta.to(leaf))
-                for name, leaf in x.items()
-            }, x
-        return {
-            name: torch.add(leaf, leaf - memory[name], alpha=beta) for name, leaf in x.items()
-        }, x
+        return {n: torch.lerp(memory[n], leaf, _for(leaf, further)) for n, leaf in x.items()}, x
 
     def result(self, d: Params, memory: Params) -> Params:
         """The last x."""
         return memory
 
-    def _beta(self, strong_convexity: float | Tensor) -> float | Tensor:
+    def _beta(self, mu: float | Tensor) -> float | Tensor:
         if self.momentum is not None:
             return self.momentum
-        if isinstance(strong_convexity, Tensor):  # λ is learned and lies on the device
-            slow = (self.lr * strong_convexity).clamp(max=1.0).sqrt()
-            return (1 - slow) / (1 + slow)
-        if math.isnan(strong_convexity):
+        root: float | Tensor
+        if isinstance(mu, Tensor):  # λ is learned and lies on the device
+            root = (self.lr * mu).clamp(max=1.0).sqrt()
+        elif math.isnan(mu):
             raise ValueError(
                 "Nesterov computes its momentum from the curvature of the proximal term, which is"
                 " unknown for this regulariser. Give it: Nesterov(lr=…, steps=…, momentum=0.9)."
             )
-        if strong_convexity == 0:
+        elif mu == 0:
             raise ValueError(
                 "Nesterov computes its momentum from the smallest λ, which is 0: it would never"
                 " slow down. Give it: Nesterov(lr=…, steps=…, momentum=0.9)."
             )
-        root = math.sqrt(min(1.0, self.lr * strong_convexity))
+        else:
+            root = math.sqrt(min(1.0, self.lr * mu))
         return (1 - root) / (1 + root)
+
+
+def _for(leaf: Tensor, weight: float | Tensor) -> float | Tensor:
+    return weight.to(leaf) if isinstance(weight, Tensor) else weight

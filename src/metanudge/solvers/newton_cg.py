@@ -16,6 +16,7 @@ from metanudge.solvers.base import (
     check_count,
     check_positive,
     check_solver_options,
+    no_steps,
 )
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
 
@@ -57,12 +58,10 @@ class NewtonCG:
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Minimise from `start` (default: d = 0)."""
         d = oracle.zeros() if start is None else start
-        trace = Trace(oracle)
-        steps = None
+        trace, steps = Trace(oracle), no_steps(oracle, d)
         for _ in range(self.steps):
             loss, g = oracle.gradient(d)
             residual = trace.record(loss, g)
-            steps = torch.zeros_like(residual, dtype=torch.long) if steps is None else steps
             active = residual > (self.tol or 0.0)
             if not bool(active.any()):
                 break
@@ -73,25 +72,18 @@ class NewtonCG:
             steps += active & moved
         else:
             trace.record(*oracle.gradient(d))  # the residual reported belongs to the point returned
-        assert steps is not None
         return trace.solution(d, steps)
 
     def _step(
         self, oracle: Oracle, d: Params, g: Params, value: torch.Tensor
     ) -> tuple[Params, torch.Tensor]:
-        def matvec(v: Params) -> Params:
-            hv = oracle.hvp(d, v)
-            return (
-                {n: torch.add(leaf, v[n], alpha=self.damping) for n, leaf in hv.items()}
-                if self.damping
-                else hv
-            )
-
         downhill = {name: -leaf for name, leaf in g.items()}
         # The nearer the solution, the more exact the step: enough for quadratic convergence, no
         # product wasted far away.
-        forcing = norm(g).clamp(1e-12, 0.1)
-        solve = conjugate_gradient(matvec, downhill, steps=self.cg_steps, tol=forcing)
+        tol = norm(g).clamp(1e-12, 0.1)
+        solve = conjugate_gradient(
+            lambda v: oracle.hvp(d, v), downhill, steps=self.cg_steps, tol=tol, damping=self.damping
+        )
         # Negative curvature at the very first direction leaves x = 0: fall back on the gradient.
         nothing = dot(solve.x, solve.x) == 0
         direction = select(nothing, downhill, solve.x)

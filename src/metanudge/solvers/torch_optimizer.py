@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Params
-from metanudge.solvers.base import Oracle, Solution, Trace, check_count, check_solver_options, join
+from metanudge.solvers.base import Oracle, Solution, Trace, check_solver_options, solve_rows
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
@@ -45,31 +45,30 @@ class TorchOptimizer:
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_solver_options(self.steps, self.tol)
+        check_solver_options(self.steps, self.tol, self.batch_size)
         if not callable(self.optimizer):
             raise TypeError(
                 f"optimizer must be a class such as torch.optim.Adam, got {self.optimizer!r}. Pass"
                 " the class and its options, not an instance: TorchOptimizer(torch.optim.Adam,"
                 " steps=5, options={'lr': 1e-2})."
             )
-        if self.batch_size is not None:
-            check_count(self.batch_size, "batch_size", "Leave it out to use the whole support set.")
         if "differentiable" in self.options:
             raise ValueError(
                 "TorchOptimizer updates in place; take 'differentiable' out of its options."
             )
         try:  # a wrong option should fail here, not in the middle of training
-            self.build([torch.zeros(1, 1)])
+            self._probe()
         except (TypeError, ValueError) as error:
+            name = getattr(self.optimizer, "__name__", repr(self.optimizer))
             raise ValueError(
-                f"{self._name} does not accept the options {dict(self.options)!r}: {error}. Check"
+                f"{name} does not accept the options {dict(self.options)!r}: {error}. Check"
                 " its documentation for the names."
             ) from error
 
     @property
     def lr(self) -> float | None:
         """The optimizer's own learning rate, where it has one."""
-        group = self.build([torch.zeros(1, 1)]).param_groups[0]
+        group = self._probe().param_groups[0]
         return float(group["lr"]) if "lr" in group else None
 
     def build(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
@@ -78,16 +77,13 @@ class TorchOptimizer:
 
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Minimise from `start` (default: d = 0)."""
-        d = oracle.zeros() if start is None else start
-        if self._needs_closure:
-            parts = [{n: leaf[r : r + 1] for n, leaf in d.items()} for r in range(oracle.rows)]
-            return join(
-                [
-                    self._solve_with_closure(one, part)
-                    for one, part in zip(oracle.split(), parts, strict=True)
-                ]
-            )
-        return self._solve(oracle, d)
+        closure = inspect.signature(type(self._probe()).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            return solve_rows(self._solve_with_closure, oracle, start)
+        return self._solve(oracle, oracle.zeros() if start is None else start)
+
+    def _probe(self) -> torch.optim.Optimizer:
+        return self.build([torch.zeros(1, 1)])
 
     def _solve(self, oracle: Oracle, d: Params) -> Solution:
         # One optimizer per row, each on views of the stacked tensors: right also for optimizers
@@ -134,14 +130,3 @@ class TorchOptimizer:
         trace.record(*oracle.gradient(d, taken - 1, self.batch_size))
         iterations = optimizer.state[views[0]].get("n_iter", taken)
         return trace.solution(d, torch.tensor([iterations], device=views[0].device))
-
-    @property
-    def _name(self) -> str:
-        return getattr(self.optimizer, "__name__", repr(self.optimizer))
-
-    @property
-    def _needs_closure(self) -> bool:
-        closure = inspect.signature(type(self.build([torch.zeros(1, 1)])).step).parameters.get(
-            "closure"
-        )
-        return closure is not None and closure.default is inspect.Parameter.empty

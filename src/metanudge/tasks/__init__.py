@@ -9,4 +9,13 @@ from metanudge.tasks.omniglot import Omniglot
 from metanudge.tasks.quadratic import Quadratic
 from metanudge.tasks.sinusoid import Sinusoid
 
-__all__ = ["MNIST1D", "Episodes", "Labelled", "Omniglot", "Quadratic", "Sinusoid"]
+SOURCES: dict[str, type[Episodes]] = {
+    "mnist1d": MNIST1D,
+    "omniglot": Omniglot,
+    "sinusoid": Sinusoid,
+}
+"""What the command line knows by name (in lower case, without hyphens); one of your own is added
+with `SOURCES["name"] = Class`.
+"""
+
+__all__ = ["MNIST1D", "SOURCES", "Episodes", "Labelled", "Omniglot", "Quadratic", "Sinusoid"]

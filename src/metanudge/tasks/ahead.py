@@ -35,11 +35,10 @@ class Ahead:
     def batch(self, indices: range, *, then: range | None = None) -> TaskBatch:
         """The episodes with these indices; those of `then` are begun with when they are there."""
         known, self._next = self._next, None
-        drawn = (
-            known[1].result()
-            if known is not None and known[0] == indices
-            else self._source.batch(indices, self._split)
-        )
+        if known is not None and known[0] == indices:
+            drawn = known[1].result()
+        else:
+            drawn = self._source.batch(indices, self._split)
         if then is not None:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="metanudge-tasks")

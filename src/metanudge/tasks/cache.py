@@ -42,18 +42,19 @@ def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem + ".", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub reads the names as allow_pickle
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
     except OSError as error:
-        _warn_not_cached(path, error)
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub reads the names as allow_pickle
-        os.replace(temporary, path)
-    except OSError as error:
-        _warn_not_cached(path, error)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        warnings.warn(
+            f"Could not write {path} ({error}), so this data set will be prepared again next time. "
+            "Set METANUDGE_CACHE to a folder that can be written.",
+            stacklevel=2,
+        )
 
 
 def load_arrays(
@@ -74,22 +75,11 @@ def load_arrays(
     # a damaged file fails in a dozen ways, and the answer to each is to make it anew
     except Exception:
         return None
-    return (
-        arrays
-        if all(_fits(arrays[name].shape, shape) for name, shape in expected.items())
-        else None
-    )
+    fit = all(_fits(arrays[name].shape, shape) for name, shape in expected.items())
+    return arrays if fit else None
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
     return len(shape) == len(expected) and all(
         e in (None, s) for s, e in zip(shape, expected, strict=True)
-    )
-
-
-def _warn_not_cached(path: Path, error: OSError) -> None:
-    warnings.warn(
-        f"Could not write {path} ({error}), so this data set will be prepared again next time. "
-        "Set METANUDGE_CACHE to a folder that can be written.",
-        stacklevel=3,
     )

@@ -12,15 +12,14 @@ from metanudge.names import near
 from metanudge.tasks.draws import choose, episode_keys, root_key
 from metanudge.tasks.episodes import SPLITS, Split, check_split
 
+Splits = Sequence[float] | Mapping[Split, Sequence[object]]
+FRACTIONS = (0.64, 0.16, 0.2)
+"""Of the classes, for train, val and test, where nothing else is said."""
+
 _STREAM = len(SPLITS)  # a random stream of its own, next to those of the three splits
 
 
-def split_classes(
-    names: Sequence[str],
-    splits: Sequence[float] | Mapping[Split, Sequence[object]],
-    *,
-    seed: int,
-) -> dict[Split, list[int]]:
+def split_classes(names: Sequence[str], splits: Splits, *, seed: int) -> dict[Split, list[int]]:
     """Which classes, as places in `names`, belong to each split.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Unpack
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from metanudge.task import Batch
 from metanudge.tasks.draws import Keys, choose, fork
-from metanudge.tasks.episodes import SPLITS, Episodes, Split, check_split
+from metanudge.tasks.episodes import SPLITS, Episodes, Split, Stream, check_split
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,8 @@ class Pool:
 
     def members(self) -> NDArray[np.int64]:
         """The row numbers of all its classes, in order."""
-        parts = [
-            self.rows[start : start + count]
-            for start, count in zip(self.starts, self.counts, strict=True)
-        ]
+        spans = zip(self.starts, self.counts, strict=True)
+        parts = [self.rows[start : start + count] for start, count in spans]
         return np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
 
     def without_small(self, size: int) -> Pool:
@@ -102,19 +100,16 @@ class ClassEpisodes(Episodes):
         ways: int,
         shots: int,
         queries: int,
-        seed: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        **stream: Unpack[Stream],
     ) -> None:
-        super().__init__(
-            ways=ways, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype
-        )
+        super().__init__(ways=ways, shots=shots, queries=queries, **stream)
         if self.ways == 1:
             raise ValueError(
                 "ways=1 makes tasks of one class, in which there is nothing to tell apart. Use 2 or"
                 " more ways."
             )
-        self._examples = examples.to(self.device, dtype if examples.is_floating_point() else None)
+        dtype = self.dtype if examples.is_floating_point() else None
+        self._examples = examples.to(self.device, dtype)
         self._pools = dict(pools)
         self._problems = {split: self._problem(split) for split in SPLITS}
         if all(self._problems.values()):

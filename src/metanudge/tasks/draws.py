@@ -17,9 +17,8 @@ Keys = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # 2⁶⁴ divided by the golden ratio, as in SplitMix64
-_FORK_GAMMA = (
-    0xD1342543DE82EF95  # any other odd constant: children of a key must not repeat its draws
-)
+# any other odd constant: children of a key must not repeat its draws
+_FORK_GAMMA = 0xD1342543DE82EF95
 _SORT_LIMIT = 64  # sorting beats Floyd's loop for populations up to about this size
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import count as count_from
-from typing import ClassVar, Literal, Self, get_args
+from pathlib import Path
+from typing import ClassVar, Literal, Self, TypedDict, get_args
 
 import numpy as np
 import torch
@@ -25,11 +27,47 @@ Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
+class Stream(TypedDict, total=False):
+    """What every stream of tasks takes; see `Episodes`."""
+
+    seed: int
+    device: torch.device | str
+    dtype: torch.dtype
+
+
+class Sizes(Stream, total=False):
+    """The same with the size of a task."""
+
+    ways: int
+    shots: int
+    queries: int
+
+
+@dataclass(frozen=True)
+class About:
+    """What `metanudge data` says of a source.
+
+    Attributes:
+        what: the data in a few words.
+        licence, cite: of the data.
+        made: how its files come into being; empty where there are none.
+        missing: what to say or do where they are not there yet.
+    """
+
+    what: str
+    licence: str = "–"
+    cite: str = "–"
+    made: str = ""
+    missing: str = ""
+
+
 class Episodes(ABC):
     """A stream of tasks for each of the splits "train", "val" and "test".
 
     A source says how tasks are drawn (`_draw`) and what they look like (`kind`, `num_outputs`,
-    `input_shape`); this class numbers them.
+    `input_shape`); this class numbers them. The arguments of its constructor, but for those below,
+    are its `--data-options` on the command line: their types, defaults and checks are declared
+    there and nowhere else.
 
     Args:
         ways: classes per task (1 for regression).
@@ -53,6 +91,9 @@ class Episodes(ABC):
     """
 
     kind: ClassVar[Literal["classification", "regression"]]
+    about: ClassVar[About] = About("tasks")
+    dark_is_one: ClassVar[bool] = False
+    """Whether pictures are inverted: ink 1, paper 0."""
     note: str = ""
     """What a reader decided about the inputs and its user may want otherwise."""
 
@@ -62,9 +103,9 @@ class Episodes(ABC):
         ways: int,
         shots: int,
         queries: int,
-        seed: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         why = "A task needs at least one class, one support and one query example."
         self.ways = check_count("ways", ways, why=why)
@@ -84,24 +125,41 @@ class Episodes(ABC):
         self.dtype = dtype
 
     @property
-    @abstractmethod
     def num_outputs(self) -> int:
-        """Outputs a model for these tasks needs: the number of ways, or 1 for regression."""
+        """Outputs a model for these tasks needs: 1, or one per way in classification."""
+        return 1
 
     @property
     @abstractmethod
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one example's input."""
 
-    @abstractmethod
     def classes(self, split: Split) -> tuple[str, ...]:
         """Names of the classes that the tasks of a split are drawn from (none for regression)."""
+        check_split(split)
+        return ()
 
     def fingerprint(self) -> str | None:
         """Hex sha256 of the files that the tasks are drawn from; None where they are generated or
         have a checksum of their own.
         """
         return None
+
+    @classmethod  # noqa: B027 (most have none)
+    def fetch(cls) -> None:
+        """Download or generate its files, where it has some."""
+
+    @classmethod
+    def files(cls) -> list[Path]:
+        """Its files or folders that are there, in the order in which they are looked for."""
+        return []
+
+    @classmethod
+    def verify(cls, file: Path) -> str:
+        """What is in one of its files that is as it should be; `ValueError` names the file and what
+        is wrong with it.
+        """
+        raise NotImplementedError(f"{cls.__name__} has files and no way to verify them")
 
     @abstractmethod
     def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:

@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 # stranger's file would meet.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 
-_GREY, _WITH_ALPHA, _MAY_BE_CLEAR = (
-    ("1", "L", "LA"),
-    ("LA", "PA", "RGBA", "RGBa"),
-    ("1", "L", "P", "RGB"),
-)
+_GREY = ("1", "L", "LA")
+_WITH_ALPHA = ("LA", "PA", "RGBA", "RGBa")
+_MAY_BE_CLEAR = ("1", "L", "P", "RGB")
 _ORIENTATION = 0x0112  # the EXIF tag; from 5 on the picture lies on its side
 
 
@@ -33,12 +31,19 @@ def opened(source: Path | io.BytesIO) -> Iterator[Image.Image]:
     """A picture of one of `FORMATS`; its pixels are not read yet. One that would unpack to more
     than 89 million is refused.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # odd metadata, of which nothing is used
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(source, formats=FORMATS) as image:
+        try:
+            image = Image.open(source, formats=FORMATS)
+        except UnidentifiedImageError as error:
+            if isinstance(source, Path):
+                raise
+            # instead of an address in memory
+            raise UnidentifiedImageError("cannot identify image file it") from error
+        with image:
             yield image
 
 

@@ -5,36 +5,30 @@ or a CSV file.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, TypedDict, Unpack
+from collections.abc import Sequence
+from typing import Any, Self, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from metanudge.tasks.class_splits import split_classes
+from metanudge.tasks.class_splits import FRACTIONS, Splits, split_classes
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import Split
+from metanudge.tasks.episodes import Sizes, Stream
 from metanudge.tasks.read_csv import read_csv
 from metanudge.tasks.read_dataset import read_dataset
 from metanudge.tasks.read_folder import ImageSize, read_folder
 from metanudge.tasks.standardise import Standardisation
 
 
-class LabelledOptions(TypedDict, total=False):
+class LabelledOptions(Sizes, total=False):
     """The options that every way of building a `Labelled` takes; see there."""
 
-    ways: int
-    shots: int
-    queries: int
-    seed: int
-    splits: Sequence[float] | Mapping[Split, Sequence[object]]
+    splits: Splits
     split_seed: int
     drop_small: bool
     standardise: bool | Standardisation
-    device: torch.device | str
-    dtype: torch.dtype
 
 
 class Labelled(ClassEpisodes):
@@ -48,7 +42,6 @@ class Labelled(ClassEpisodes):
             images and comes out in [0, 1]; other integers (token numbers) stay as they are.
         y: one label per example: integers or strings.
         ways, shots, queries: classes per task, support and query examples per class.
-        seed: of the stream of tasks.
         splits: fractions of the classes for train, val and test, or lists of classes: `{"train":
             [...], "test": [...]}` (classes in no list are left out).
         split_seed: of the division by fractions; apart from `seed`, so that runs with another
@@ -59,7 +52,7 @@ class Labelled(ClassEpisodes):
         standardise: take each column's mean over the training classes from it and divide it by
             their standard deviation (`source.standardisation`); one found before may be given. For
             floating inputs.
-        device, dtype: of the tensors.
+        stream: seed, device and dtype; see `Episodes`.
 
     Example:
         >>> x, y = torch.randn(200, 8), torch.arange(200) % 20
@@ -78,13 +71,11 @@ class Labelled(ClassEpisodes):
         ways: int = 5,
         shots: int = 1,
         queries: int = 15,
-        seed: int = 0,
-        splits: Sequence[float] | Mapping[Split, Sequence[object]] = (0.64, 0.16, 0.2),
+        splits: Splits = FRACTIONS,
         split_seed: int = 0,
         drop_small: bool = False,
         standardise: bool | Standardisation = False,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        **stream: Unpack[Stream],
     ) -> None:
         examples = _as_examples(x)
         labels, names = _as_labels(y)
@@ -104,16 +95,7 @@ class Labelled(ClassEpisodes):
         self._fingerprint: str | None = None
         if drop_small:
             pools = {split: pool.without_small(shots + queries) for split, pool in pools.items()}
-        super().__init__(
-            examples,
-            pools,
-            ways=ways,
-            shots=shots,
-            queries=queries,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(examples, pools, ways=ways, shots=shots, queries=queries, **stream)
         _check_range(self._examples, examples)
 
     def fingerprint(self) -> str | None:
@@ -153,7 +135,11 @@ class Labelled(ClassEpisodes):
         *,
         image_size: ImageSize = "auto",
         grey: bool | None = None,
-        **options: Unpack[LabelledOptions],
+        standardise: bool | Standardisation = False,
+        splits: Splits = FRACTIONS,
+        split_seed: int = 0,
+        drop_small: bool = False,
+        **sizes: Unpack[Sizes],
     ) -> Self:
         """From a folder with one sub-folder per class; the names of the sub-folders are the
         classes.
@@ -164,7 +150,7 @@ class Labelled(ClassEpisodes):
                 "auto" takes the images' own size where they agree and squares where they do not,
                 the longest side at most 84 pixels.
             grey: one channel instead of three; None where all images are grey.
-            options: see `Labelled`.
+            standardise, splits, split_seed, drop_small, sizes: see `Labelled`.
 
         A class folder holds images (PNG, JPEG, BMP, GIF, WebP, TIFF or PPM) or arrays: .npy, .npz
         with one array, .csv with one vector. Other files are passed over with a warning. Images are
@@ -172,7 +158,15 @@ class Labelled(ClassEpisodes):
         first picture. The order of the examples follows the sorted names, not the file system.
         """
         read = read_folder(path, image_size=image_size, grey=grey)
-        source = cls(read.examples, read.labels, **options)
+        source = cls(
+            read.examples,
+            read.labels,
+            standardise=standardise,
+            splits=splits,
+            split_seed=split_seed,
+            drop_small=drop_small,
+            **sizes,
+        )
         source.note, source._fingerprint = read.note, read.fingerprint
         return source
 
@@ -184,7 +178,11 @@ class Labelled(ClassEpisodes):
         label: str = "label",
         features: Sequence[str] | None = None,
         delimiter: str | None = None,
-        **options: Unpack[LabelledOptions],
+        standardise: bool | Standardisation = True,
+        splits: Splits = FRACTIONS,
+        split_seed: int = 0,
+        drop_small: bool = False,
+        **sizes: Unpack[Sizes],
     ) -> Self:
         """From a CSV file with a header: one row per example, numbers in every column but the
         label's.
@@ -195,11 +193,19 @@ class Labelled(ClassEpisodes):
             features: the columns to use as inputs; None takes all but the label.
             delimiter: what separates the cells; None takes the comma, semicolon, tab or bar that
                 the first line is made with.
-            options: see `Labelled`. The columns are standardised unless standardise=False.
+            standardise, splits, split_seed, drop_small, sizes: see `Labelled`; here the columns are
+                standardised unless told otherwise.
         """
         table = read_csv(path, label=label, features=features, delimiter=delimiter)
-        options.setdefault("standardise", True)
-        source = cls(table.values, table.labels, **options)
+        source = cls(
+            table.values,
+            table.labels,
+            standardise=standardise,
+            splits=splits,
+            split_seed=split_seed,
+            drop_small=drop_small,
+            **sizes,
+        )
         source.columns, source._fingerprint = table.columns, table.fingerprint
         if source.standardisation is not None:
             source.note = (

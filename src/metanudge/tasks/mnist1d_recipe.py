@@ -109,14 +109,8 @@ def _draw(count: int, stream: np.random.RandomState) -> _Draws:
         # 72 + 72 draws: an even number leaves no half pair behind
         noise[i] = stream.standard_normal(2 * _WIDTH)
         uniforms[i, 2] = stream.random_sample()
-    return _Draws(
-        uniforms[:, 0],
-        uniforms[:, 1],
-        translation,
-        noise,
-        uniforms[:, 2],
-        stream.permutation(count),
-    )
+    padding, scale, shear = uniforms.T
+    return _Draws(padding, scale, translation, noise, shear, stream.permutation(count))
 
 
 def _normalised_templates() -> Array:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metanudge.task import Batch, Task
 from metanudge.tasks.draws import Keys, fork, normal, uniform
-from metanudge.tasks.episodes import Episodes, Split, check_count, check_split
+from metanudge.tasks.episodes import Episodes, Split, check_count
 
 
 class QuadraticModel(nn.Module):
@@ -89,19 +89,9 @@ class Quadratic(Episodes):
         self.spread = float(spread)
 
     @property
-    def num_outputs(self) -> int:
-        """One objective value."""
-        return 1
-
-    @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one A: `(dim, dim)`."""
         return (self.dim, self.dim)
-
-    def classes(self, split: Split) -> tuple[str, ...]:
-        """Quadratic tasks have no classes."""
-        check_split(split)
-        return ()
 
     def model(self, theta: Tensor | None = None) -> QuadraticModel:
         """A module with one parameter `theta`, zeros unless a start is given."""

@@ -75,7 +75,9 @@ def read_csv(
         ) from error
 
 
-def read_header(path: str | os.PathLike[str], *, label: str, delimiter: str | None) -> list[str]:
+def read_header(
+    path: str | os.PathLike[str], *, label: str = "label", delimiter: str | None = None
+) -> list[str]:
     """The names of a file's columns."""
     data = Path(path).read_bytes()
     return next(_records(data, delimiter or _delimiter(data, [label])), [])
@@ -89,15 +91,12 @@ def _parse(
     delimiter: str | None,
     labelled: bool,
 ) -> Table:
-    delimiter = (
-        _SPELLED.get(delimiter, delimiter)
-        if delimiter
-        else _delimiter(data, [label, *(features or ())])
-    )
+    named = [label, *(features or ())]
+    delimiter = _SPELLED.get(delimiter, delimiter) if delimiter else _delimiter(data, named)
     records = _records(data, delimiter)
     columns: list[str] = next(records, [])
     place = {name: number for number, name in enumerate(columns)}
-    _check_header(file, columns, [*([label] if labelled else []), *(features or ())])
+    _check_header(file, columns, named if labelled else named[1:])
     wanted = [name for name in columns if name != label] if features is None else list(features)
     if not wanted:
         raise ValueError(
@@ -126,24 +125,16 @@ def _parse(
         raise ValueError(f"{shown(file)} holds a header and no rows. Each row is one example.")
     digest = hashlib.sha256(json.dumps([label, wanted, delimiter]).encode() + b"\n")
     digest.update(data)
-    return Table(
-        tuple(wanted),
-        np.frombuffer(values).reshape(len(labels), len(wanted)),
-        labels,
-        digest.hexdigest(),
-    )
+    numbers = np.frombuffer(values).reshape(len(labels), len(wanted))
+    return Table(tuple(wanted), numbers, labels, digest.hexdigest())
 
 
 def _records(data: bytes, delimiter: str) -> Any:
     """A `csv.reader` over the bytes of a file."""
-    encoding = (
-        "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    )
-    return csv.reader(
-        io.TextIOWrapper(io.BytesIO(data), encoding=encoding, newline=""),
-        delimiter=delimiter,
-        strict=True,
-    )
+    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding = "utf-16" if wide else "utf-8-sig"
+    text = io.TextIOWrapper(io.BytesIO(data), encoding=encoding, newline="")
+    return csv.reader(text, delimiter=delimiter, strict=True)
 
 
 def _delimiter(data: bytes, names: Sequence[str]) -> str:
@@ -194,11 +185,9 @@ def _number(cell: str, where: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        comma = (
-            " If its comma is a decimal point, write a point."
-            if re.fullmatch(r"\s*[-+]?[\d.]*,\d+\s*", cell)
-            else ""
-        )
+        comma = ""
+        if re.fullmatch(r"\s*[-+]?[\d.]*,\d+\s*", cell):
+            comma = " If its comma is a decimal point, write a point."
         raise ValueError(
             f"{where}: {cell[:40]!r} is not a finite number.{comma} Inputs must be numeric: correct"
             " the cell, leave the row out, or choose the columns with features=[...]."

@@ -4,6 +4,7 @@ items.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,7 @@ def _pick(item: Any, key: str | int | None, usual: Sequence[str], place: int, nu
 def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().cpu()
-    if type(value).__module__.startswith("PIL."):
+    pillow = sys.modules.get("PIL.Image")  # loaded where somebody has a picture
+    if pillow is not None and isinstance(value, pillow.Image):
         return image_tensor(value)
     return torch.as_tensor(np.asarray(value))

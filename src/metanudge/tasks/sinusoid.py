@@ -4,7 +4,7 @@ Levine 2017, §5.1).
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Unpack
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metanudge.task import Batch
 from metanudge.tasks.draws import Keys, fork, normal, uniform
-from metanudge.tasks.episodes import Episodes, Split, check_split
+from metanudge.tasks.episodes import About, Episodes, Split, Stream
 
 
 class Sinusoid(Episodes):
@@ -24,10 +24,9 @@ class Sinusoid(Episodes):
 
     Args:
         shots, queries: support and query points per task.
-        seed: of the stream of tasks.
         noise: standard deviation of Gaussian noise on the targets of both sets.
         amplitude, phase, domain: the ranges that a, p and x are drawn from.
-        device, dtype: of the tensors.
+        stream: seed, device and dtype; see `Episodes`.
 
     Example:
         >>> task = Sinusoid(shots=10, queries=10, seed=0).task(0)
@@ -37,23 +36,23 @@ class Sinusoid(Episodes):
     """
 
     kind: ClassVar[Literal["classification", "regression"]] = "regression"
+    about = About(
+        "regression: sine waves of random amplitude and phase",
+        cite="Finn, Abbeel, Levine (2017), MAML, ICML",
+    )
 
     def __init__(
         self,
         shots: int = 10,
         queries: int = 10,
         *,
-        seed: int = 0,
         noise: float = 0.0,
         amplitude: tuple[float, float] = (0.1, 5.0),
         phase: tuple[float, float] = (0.0, np.pi),
         domain: tuple[float, float] = (-5.0, 5.0),
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        **stream: Unpack[Stream],
     ) -> None:
-        super().__init__(
-            ways=1, shots=shots, queries=queries, seed=seed, device=device, dtype=dtype
-        )
+        super().__init__(ways=1, shots=shots, queries=queries, **stream)
         if not 0 <= noise < np.inf:
             raise ValueError(
                 f"noise={noise} is not a standard deviation. Use 0 for none, or a positive number."
@@ -70,19 +69,9 @@ class Sinusoid(Episodes):
         self.domain = domain
 
     @property
-    def num_outputs(self) -> int:
-        """Outputs a model for these tasks needs: 1."""
-        return 1
-
-    @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one example's input: `(1,)`."""
         return (1,)
-
-    def classes(self, split: Split) -> tuple[str, ...]:
-        """Regression tasks have no classes."""
-        check_split(split)
-        return ()
 
     def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
         points = self.shots + self.queries
@@ -92,11 +81,8 @@ class Sinusoid(Episodes):
         y = amplitude * np.sin(x - phase)
         if self.noise:
             y += self.noise * normal(fork(keys, np.array([1])), points)
-        inputs, targets = self._tensor(x), self._tensor(y)
-        return (inputs[:, : self.shots], targets[:, : self.shots]), (
-            inputs[:, self.shots :],
-            targets[:, self.shots :],
-        )
+        both = self._tensor(x), self._tensor(y)
+        return tuple(t[:, : self.shots] for t in both), tuple(t[:, self.shots :] for t in both)
 
     def _tensor(self, values: NDArray[np.float64]) -> Tensor:
         return torch.from_numpy(values)[..., None].to(self.dtype).to(self.device)

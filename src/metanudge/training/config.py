@@ -16,12 +16,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from metanudge.names import near
+from metanudge.names import near, printable
+from metanudge.training.device import Precision
 from metanudge.training.errors import UserError
-from metanudge.training.files import read_text
-from metanudge.training.precision import Precision
-from metanudge.training.sealed import SEAL, is_intact, parse_json, seal
-from metanudge.training.trust import printable
+from metanudge.training.files import SEAL, is_intact, parse_json, read_text, seal
 from metanudge.training.upgrade import upgrade
 from metanudge.version import __version__
 
@@ -323,6 +321,18 @@ def _kinds() -> dict[str, Any]:
 def flag(name: str) -> str:
     """A field as the command line spells it."""
     return "--" + name.replace("_", "-")
+
+
+def own_code(model: str) -> tuple[str, str, str] | None:
+    """Module, attribute and options of a model written module:attribute:options; None for one of
+    ours.
+
+    Example:
+        >>> own_code("my_nets:Net:width=64"), own_code("conv4:channels=32")
+        (('my_nets', 'Net', 'width=64'), None)
+    """
+    module, attribute, options = [*model.split(":", 2), "", ""][:3]
+    return (module, attribute, options) if attribute and "=" not in attribute else None
 
 
 def _typed(name: str, value: Any, kind: Any, where: str) -> Any:

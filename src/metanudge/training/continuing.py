@@ -5,29 +5,77 @@ the last bit is said.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
+import shlex
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from metanudge.tasks import Episodes
-from metanudge.training.checkpoint import Checkpoint
+from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import MAY_CHANGE, TrainConfig, flag
-from metanudge.training.environment import changes
+from metanudge.training.device import changes
 from metanudge.training.errors import UserError
-from metanudge.training.plan import Plan
-from metanudge.training.runs import resolve
+from metanudge.training.files import RunLock
+from metanudge.training.metrics import check_metrics
+from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, check_config, read_config
+from metanudge.training.sources import resolve
+
+if TYPE_CHECKING:
+    from metanudge.training.plan import Plan
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's state into an optimizer."""
+def read_run(folder: Path, chosen: str, lock: RunLock) -> tuple[TrainConfig, Checkpoint | None]:
+    """The configuration and the checkpoint of a run that goes on, locked and all of it verified."""
+    if (folder / CONFIG).is_file():
+        lock.take(folder)
+    # only compared: what is built is the caller's configuration
+    saved = read_config(folder, trust=True)
+    checkpoint = _checkpoint(folder, chosen)
+    if checkpoint is not None:
+        check_config(folder, saved, checkpoint)
+        _check_state(checkpoint)
+        check_metrics(
+            folder / METRICS,
+            size=checkpoint.state["metrics_size"],
+            sha256=checkpoint.state.get("metrics_sha256"),
+        )
+    return saved, checkpoint
+
+
+def _checkpoint(folder: Path, name: str) -> Checkpoint | None:
+    """The checkpoint to go on from; None where the run was stopped before its first one."""
+    store = CheckpointStore(folder / CHECKPOINTS)
+    if name == "last" and not store.list():
+        return None
     try:
-        optimizer.load_state_dict(checkpoint.state["optimizer"])
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{checkpoint.folder} has no state for this optimizer ({error!r}). Resume from another"
-            " checkpoint."
-        ) from error
+        return store.load(name)
+    except CheckpointError as error:
+        if error.alternative is None:
+            raise
+        command = (
+            f"metanudge train --resume {shlex.quote(str(folder / CHECKPOINTS / error.alternative))}"
+        )
+        raise UserError(f"{error} Continue from it with: {command}") from error
+
+
+# What the state of a run's checkpoint holds, as version 0.1 and all later ones wrote it.
+_STATE: dict[str, tuple[type, ...]] = {
+    "config": (dict,), "shapes": (dict,), "optimizer": (dict,), "lrs": (list,), "best": (dict,
+    type(None)), "chunk": (int, type(None)),
+    "tuner": (dict, type(None)), "metrics_size": (int,),
+}  # fmt: skip
+
+
+def _check_state(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that is intact but was not written by a run."""
+    for name, kinds in _STATE.items():
+        if name not in checkpoint.state or type(checkpoint.state[name]) not in kinds:
+            raise UserError(
+                f"{checkpoint.folder} is not a run's checkpoint: {name} in its state is"
+                f" {reprlib.repr(checkpoint.state.get(name))}. Resume from a folder that metanudge"
+                " train wrote."
+            )
 
 
 def check_unchanged(plan: Plan, config: TrainConfig, source: Episodes) -> TrainConfig:

@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,11 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from metanudge.estimators import NonFiniteError, Stats
+from metanudge.learner import MetaLearner
+from metanudge.optim import global_norm
 from metanudge.params import Params
-from metanudge.training.errors import UserError
+from metanudge.training.errors import CODES, Interrupted, UserError
 
 T = TypeVar("T")
 
+_QUERY = ("query_loss_before", "query_accuracy_before", "query_loss", "query_accuracy")
+_INNER = ("residual_start", "residual", "delta")
 MEET = timedelta(minutes=10)  # for all ranks to start and find each other
 
 
@@ -150,6 +155,86 @@ class Group:
         """Leave the group."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank brings to a meta-step.
+
+    Attributes:
+        gradient: the mean over the rank's tasks; empty where it has none, broke off, or met a
+            number that is not finite.
+        stats: of the same tasks; None in the same cases.
+        failure: what was not finite.
+        broken_off: whether a signal came in the middle.
+    """
+
+    gradient: Params = field(default_factory=dict)
+    stats: Stats | None = None
+    failure: NonFiniteError | None = None
+    broken_off: bool = False
+
+
+def combine(
+    share: Share,
+    group: Group,
+    learner: MetaLearner,
+    *,
+    tasks: int,
+    measured: bool,
+    signal: int | None,
+) -> tuple[Params, dict[str, Any], int | None]:
+    """The ranks' shares of the `tasks` as one: the mean meta-gradient, its statistics, and a signal
+    that one of the ranks received.
+
+    Raises on every rank what one of them met: `NonFiniteError`, or `Interrupted` where it broke
+    off.
+    """
+    means = (_QUERY if measured else ()) + _INNER
+    if group.world > 1:
+        return _reduced(share, group, learner, tasks, means, signal)
+    if share.failure is not None:
+        raise share.failure
+    if share.broken_off:
+        assert signal is not None
+        raise Interrupted(signal)
+    names = (*means, "nu", "error", "gradient_norm")
+    return share.gradient, {name: getattr(share.stats, name) for name in names}, signal
+
+
+def _reduced(
+    share: Share,
+    group: Group,
+    learner: MetaLearner,
+    tasks: int,
+    means: tuple[str, ...],
+    signal: int | None,
+) -> tuple[Params, dict[str, Any], int | None]:
+    """The same over several ranks: one all-reduce."""
+    stats = share.stats
+    weight = 0.0 if stats is None else stats.tasks / tasks
+    own = {name: getattr(stats, name) for name in means} if stats is not None else {}
+    if stats is not None:
+        own["nu"] = stats.nu or 0.0
+        own["error"] = (stats.error or 0.0) * stats.gradient_norm
+    sums = {name: weight * own.get(name, 0.0) for name in (*means, "nu", "error")}
+    sums["failed"] = float(share.failure is not None)
+    sums["broken off"] = float(share.broken_off)
+    for number in CODES:
+        sums[f"signal {number}"] = float(signal == number)
+    gradient, sums = group.reduce(share.gradient or learner.problem().zero_gradient(), sums, weight)
+    signals = [number for number in CODES if sums[f"signal {number}"]]
+    if sums["failed"]:
+        messages = group.gather(str(share.failure) if share.failure is not None else "")
+        raise NonFiniteError(next(filter(None, messages)))
+    if sums["broken off"]:
+        raise Interrupted(signals[0])
+    norm = float(global_norm(list(gradient.values())))
+    values: dict[str, Any] = {name: sums[name] for name in means}
+    values["nu"] = sums["nu"] or None
+    values["error"] = sums["error"] / norm if sums["error"] and norm else None
+    values["gradient_norm"] = norm
+    return gradient, values, signals[0] if signals else None
 
 
 def _job(store: Any) -> str:

@@ -1,6 +1,22 @@
-"""What ends a run before its time, and the exit codes of the command line."""
+"""What ends a run before its time: errors, SIGINT and SIGTERM; and the exit codes of the command
+line.
+
+After a signal, what can be done again is broken off, a run is saved, and the exit code is 130 or
+143. Ctrl-C twice leaves at once.
+"""
 
 from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_BUG = 1
@@ -10,6 +26,11 @@ EXIT_OUT_OF_MEMORY = 5
 EXIT_CANNOT_WRITE = 6
 EXIT_SIGINT = 130
 EXIT_SIGTERM = 143
+
+CODES = {int(signal.SIGINT): EXIT_SIGINT, int(signal.SIGTERM): EXIT_SIGTERM}
+# seconds in which a meta-step or a batch of tasks may end by itself before it is broken off
+PATIENCE = 2.0
+_AGAIN = 0.5  # seconds between two tries to break off: callbacks from C may lose an exception
 
 EXIT_CODES = {
     EXIT_DONE: "done",
@@ -48,3 +69,166 @@ class StopTraining(Exception):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; says which file, what is wrong with it and what to
+    do.
+
+    Attributes:
+        file: the file or folder in question.
+        alternative: the newest earlier intact checkpoint, as a name for `CheckpointStore.load`;
+            None if there is none.
+    """
+
+    def __init__(self, file: Path, problem: str, fix: str, alternative: str | None = None) -> None:
+        super().__init__(file, problem, fix, alternative)
+        self.file, self.problem, self.fix, self.alternative = file, problem, fix, alternative
+
+    def __str__(self) -> str:
+        offer = (
+            f" Checkpoint {self.alternative!r} is intact: load that one."
+            if self.alternative
+            else ""
+        )
+        return f"{self.file} {self.problem}. {self.fix}{offer}"
+
+
+_OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the memory is used up.
+
+    torch has a class for that on GPUs only. On a CPU it raises a plain `RuntimeError`, of which its
+    words are all there is to go by.
+    """
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    )
+
+
+# Signals
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal broke off an interruptible block.
+
+    Attributes:
+        code: the exit code that tells which signal it was.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.code = CODES[number]
+        super().__init__("Interrupted" if self.code == EXIT_SIGINT else "Asked to stop")
+
+
+class StopRequest:
+    """Remembers that somebody asked the program to stop; handlers are in place inside the `with`
+    block.
+
+    Attributes:
+        signal: its number; None where nobody asked.
+        patience: so many seconds after a signal `Interrupted` is raised; None: never, it is only
+            remembered.
+
+    Example:
+        >>> with StopRequest() as stop:
+        ...     signal.raise_signal(signal.SIGTERM)
+        ...     stop.signal == signal.SIGTERM, stop.code
+        (True, 143)
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._since = 0.0
+        self.patience: float | None = None
+        self._before: dict[int, Any] = {}
+        self._timer: tuple[float, float] | None = None
+
+    @property
+    def code(self) -> int:
+        """The exit code that tells which signal it was."""
+        assert self.signal is not None
+        return CODES[self.signal]
+
+    @contextmanager
+    def interruptible(self, patience: float = 0.0) -> Iterator[None]:
+        """A block with a patience of its own: a signal raises `Interrupted`, unless the block ends
+        by itself before.
+
+        Example:
+            >>> try:
+            ...     with StopRequest() as stop, stop.interruptible():
+            ...         signal.raise_signal(signal.SIGTERM)
+            ... except Interrupted as error:
+            ...     print(error, error.code)
+            Asked to stop 143
+        """
+        before, self.patience = self.patience, patience
+        try:
+            self._break_off(None)
+            yield
+        finally:
+            self.patience = before
+
+    def __enter__(self) -> StopRequest:
+        # Python allows handlers nowhere else
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in CODES}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            signal.setitimer(signal.ITIMER_REAL, *self._timer)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            _leave(number)
+        if self.signal is None:
+            self._since = time.monotonic()
+            self._come_back()
+        self.signal = number
+        self._break_off(frame)
+
+    def _come_back(self) -> None:
+        """Have the system call again and again until the block has ended."""
+        if hasattr(signal, "setitimer"):
+            self._before[signal.SIGALRM] = signal.signal(
+                signal.SIGALRM, lambda _, frame: self._break_off(frame)
+            )
+            self._timer = signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
+
+    def _break_off(self, frame: FrameType | None) -> None:
+        if (
+            self.signal is None
+            or self.patience is None
+            or time.monotonic() - self._since < self.patience
+        ):
+            return
+        if isinstance(sys.exception(), Interrupted):  # on its way out: what cleans up shall end
+            return
+        if _importing(frame):
+            _leave(self.signal, "Interrupted; nothing was lost.")
+        raise Interrupted(self.signal)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether a module is being loaded, where an exception may leave torch in pieces that abort the
+    process.
+    """
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _leave(number: int, message: str = "") -> None:
+    """End the process here and now."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h\n")  # the live progress hides the cursor
+        sys.stdout.flush()
+    if message and os.environ.get("RANK", "0") == "0":
+        os.write(2, f"metanudge: {message}\n".encode())
+    os._exit(CODES[number])

@@ -11,12 +11,16 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from metanudge.training.config import TrainConfig
+import torch
+
+from metanudge.learner import MetaLearner
 from metanudge.training.errors import UserError
-from metanudge.training.files import open_to_append, read_bytes
-from metanudge.training.sealed import parse_json
+from metanudge.training.files import open_to_append, parse_json, read_bytes, without_nan
+
+if TYPE_CHECKING:
+    from metanudge.training.config import TrainConfig
 
 Values = Mapping[str, float | int | str | None]
 
@@ -62,11 +66,7 @@ class MetricsLog:
 
     def write(self, values: Values) -> None:
         """Add a line and hand it to the operating system."""
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in values.items()
-        }
-        line = json.dumps(clean, allow_nan=False).encode() + b"\n"
+        line = json.dumps(without_nan(values), allow_nan=False).encode() + b"\n"
         self._file.write(line)
         self._file.flush()
         self._digest.update(line)
@@ -160,6 +160,33 @@ class Timing:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def stiffness(learner: MetaLearner) -> dict[str, float]:
+    """λ where it is learned: `lam`, or `lam.NAME` for each tensor (the geometric mean of its
+    entries); nothing where it is fixed.
+    """
+    if learner.log_lam is None:
+        return {}
+    named = dict(learner.log_lam.named_parameters())
+    means = torch.stack([p.detach().double().mean() for p in named.values()]).exp().tolist()
+    names = ["lam"] if learner.learn_lam == "scalar" else [f"lam.{name}" for name in named]
+    return dict(zip(names, means, strict=True))
+
+
+def describe_stiffness(values: Mapping[str, Any]) -> str | None:
+    """The λ among a meta-step's values in a word; None where there is none.
+
+    Example:
+        >>> (describe_stiffness({"lam": 1.5}),
+        ...     describe_stiffness({"lam.0.weight": 0.5, "lam.0.bias": 3.25, "residual": 9.0}))
+        ('λ 1.5', 'λ 0.5–3.25')
+    """
+    found = [value for name, value in values.items() if name == "lam" or name.startswith("lam.")]
+    if not found:
+        return None
+    low, high = f"{min(found):.3g}", f"{max(found):.3g}"
+    return f"λ {low}" if low == high else f"λ {low}–{high}"
 
 
 class Sink(Protocol):

@@ -1,5 +1,6 @@
 """Before the first meta-step: where a run lives and begins, and everything that could be wrong with
-it. Only `claim` writes.
+it: a folder that is taken, memory that does not suffice, inner steps that cannot settle, a model
+that does not fit. Only `claim` writes.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ import copy
 import dataclasses
 import glob
 import itertools
+import math
 import os
-import reprlib
 import shlex
 import time
 from dataclasses import dataclass
@@ -18,17 +19,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from metanudge.engines import StackedEngine
+from metanudge.engines.room import free_memory
 from metanudge.estimators import NonFiniteError
 from metanudge.learner import MetaLearner
+from metanudge.solvers import GradientDescent, Solver
 from metanudge.tasks import Episodes
-from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from metanudge.training import continuing, sources, specs
+from metanudge.training.checkpoint import Checkpoint
 from metanudge.training.config import TrainConfig
+from metanudge.training.device import environment
 from metanudge.training.distributed import Group
 from metanudge.training.errors import UserError
-from metanudge.training.files import is_real_folder, open_to_append, write_text
-from metanudge.training.lock import LOCK, RunLock, check_free, job_of
-from metanudge.training.metrics import check_metrics
-from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, TIMING, check_config, read_config
+from metanudge.training.files import (
+    LOCK,
+    RunLock,
+    check_free,
+    is_real_folder,
+    job_of,
+    open_to_append,
+    write_text,
+)
+from metanudge.training.loop import Course, Surroundings, Trainer
+from metanudge.training.metrics import check_sinks
+from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, TIMING
+from metanudge.training.summary import check_summary
+from metanudge.tuning import NuTuner
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ def make_plan(config: TrainConfig, resume: Path | None, group: Group, lock: RunL
         chosen: str = "last"
         if resume.parent.name == CHECKPOINTS and not (resume / CONFIG).exists():
             resume, chosen = resume.parent.parent, resume.name
-        plan = _going_on(resume, chosen, lock)
+        plan = Plan(resume, *continuing.read_run(resume, chosen, lock))
         if plan.saved is not None and config.out not in (None, plan.saved.out):
             raise UserError(
                 f"--out {config.out} and --resume {resume} contradict each other: a run goes on"
@@ -63,29 +79,11 @@ def make_plan(config: TrainConfig, resume: Path | None, group: Group, lock: RunL
     folder = Path(config.out).expanduser() if config.out else _default_folder(config, group)
     if group.job is not None and (folder / CONFIG).is_file() and job_of(folder) == group.job:
         # torchrun starts the same command again after a failure
-        return _going_on(folder, "last", lock)
+        return Plan(folder, *continuing.read_run(folder, "last", lock))
     if config.out and folder.exists():
         check_free(folder)
         _check_empty(folder)
     return Plan(folder, named=bool(config.out))
-
-
-def _going_on(folder: Path, chosen: str, lock: RunLock) -> Plan:
-    """The plan for a run that is there already, all of it verified."""
-    if (folder / CONFIG).is_file():
-        lock.take(folder)
-    # only compared: what is built is the caller's configuration
-    saved = read_config(folder, trust=True)
-    checkpoint = _checkpoint(folder, chosen)
-    if checkpoint is not None:
-        check_config(folder, saved, checkpoint)
-        _check_state(checkpoint)
-        check_metrics(
-            folder / METRICS,
-            size=checkpoint.state["metrics_size"],
-            sha256=checkpoint.state.get("metrics_sha256"),
-        )
-    return Plan(folder, saved, checkpoint)
 
 
 def _check_empty(folder: Path) -> None:
@@ -125,39 +123,62 @@ def _default_folder(config: TrainConfig, group: Group) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _checkpoint(folder: Path, name: str) -> Checkpoint | None:
-    """The checkpoint to go on from; None where the run was stopped before its first one."""
-    store = CheckpointStore(folder / CHECKPOINTS)
-    if name == "last" and not store.list():
-        return None
-    try:
-        return store.load(name)
-    except CheckpointError as error:
-        if error.alternative is None:
-            raise
-        command = (
-            f"metanudge train --resume {shlex.quote(str(folder / CHECKPOINTS / error.alternative))}"
-        )
-        raise UserError(f"{error} Continue from it with: {command}") from error
+def read_data(
+    config: TrainConfig, plan: Plan, around: Surroundings, allow_changed: bool
+) -> tuple[TrainConfig, Episodes]:
+    """The source, and the configuration with every choice written out; checked against the data and
+    against the run that goes on.
+    """
+    group, note = around.group, around.note
+    device = sources.choose_device(config)
+    check_sinks(config)
+    remembered = (
+        sources.DataShapes.from_dict(plan.checkpoint.state["shapes"])
+        if plan.checkpoint is not None
+        else None
+    )
+    source = group.one_after_the_other(
+        lambda: sources.build_source(config, device=device, remembered=remembered)
+    )
+    check_data_fits(config, source, len(group.slice(config.tasks)))
+    sources.check_splits(config, source)
+    config = dataclasses.replace(sources.resolve(config, source), out=str(plan.folder))
+    config.check()  # once more: it has absolute paths now
+    if plan.saved is not None:
+        config = continuing.check_unchanged(plan, config, source)
+        continuing.check_data(plan, source, allow=allow_changed, note=note)
+        continuing.say_what_differs(plan, config, environment(device, processes=group.world), note)
+        if group.leads:
+            check_summary(plan.folder, note)
+    return config, source
 
 
-# What the state of a run's checkpoint holds, as version 0.1 and all later ones wrote it.
-_STATE: dict[str, tuple[type, ...]] = {
-    "config": (dict,), "shapes": (dict,), "optimizer": (dict,), "lrs": (list,), "best": (dict,
-    type(None)), "chunk": (int, type(None)),
-    "tuner": (dict, type(None)), "metrics_size": (int,),
-}  # fmt: skip
-
-
-def _check_state(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that is intact but was not written by a run."""
-    for name, kinds in _STATE.items():
-        if name not in checkpoint.state or type(checkpoint.state[name]) not in kinds:
-            raise UserError(
-                f"{checkpoint.folder} is not a run's checkpoint: {name} in its state is"
-                f" {reprlib.repr(checkpoint.state.get(name))}. Resume from a folder that metanudge"
-                " train wrote."
-            )
+def make_trainer(
+    config: TrainConfig, plan: Plan, source: Episodes, around: Surroundings
+) -> Trainer:
+    """A trainer where the run begins or goes on; its device is set up for bytes that repeat."""
+    learner = sources.build_learner(config, source)
+    check_solves_fit(config, source, len(around.group.slice(config.tasks)), learner)
+    if plan.saved is None:
+        check_steps(config.lam, learner.solver)
+    groups = specs.parameter_groups(learner, config.lam_lr)
+    course = Course(
+        iterations=config.iterations,
+        tasks=config.tasks,
+        schedule=config.schedule,
+        clip=config.clip,
+        seed=config.seed,
+        metrics_every=config.metrics_every,
+    )
+    optimizer = specs.build_optimizer(config.optimizer, groups)
+    trainer = Trainer(learner, source, optimizer, course, around=around)
+    if plan.checkpoint is not None:
+        trainer.load(plan.checkpoint)
+    if source.device.type == "cuda":
+        torch.cuda.set_device(source.device)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    return trainer
 
 
 def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None:
@@ -182,12 +203,15 @@ def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None
             f" {len(inputs)} examples; the tasks need {wanted}. Give it as many outputs as there"
             " are ways (1 for regression)."
         )
+    tuner, learner.tuner = learner.tuner, NuTuner()  # the run chooses a ν on tasks of its own
     try:
         learner.meta_gradient(batch, seed=0)
     except (NonFiniteError, torch.OutOfMemoryError):
         pass  # the training loop deals with these
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise UserError(str(error)) from error
+    finally:
+        learner.tuner = tuner
 
 
 def claim(plan: Plan, config: TrainConfig, lock: RunLock) -> Path:
@@ -234,3 +258,120 @@ def _make_folder(plan: Plan) -> Path:
             if plan.named:
                 raise
     raise AssertionError("unreachable")
+
+
+def check_steps(lam: float, solver: Solver) -> None:
+    """Refuse gradient descent that the proximal term alone drives away from θ: each step multiplies
+    φ − θ by 1 − lr·λ.
+
+    Example:
+        >>> check_steps(30.0, GradientDescent(lr=0.1, steps=5))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        metanudge.training.errors.UserError: --lam 30 with lr=0.1 in --solver: lr·λ is 3, ...
+    """
+    if isinstance(solver, GradientDescent) and lam * solver.lr >= 2:
+        raise UserError(
+            f"--lam {lam:g} with lr={solver.lr:g} in --solver: lr·λ is {lam * solver.lr:.3g}, and"
+            " from 2 on every inner step ends further from the initialisation than it began,"
+            f" whatever the data. Use lr below 2/λ = {2 / lam:.3g}, or --lam below 2/lr ="
+            f" {2 / solver.lr:.3g}."
+        )
+
+
+def check_data_fits(config: TrainConfig, source: Episodes, tasks: int) -> None:
+    """Refuse a run where the examples of one meta-step's `tasks`, or the results of an evaluation,
+    cannot fit, before any are drawn.
+    """
+    _refuse_if_more(_data(config, source, tasks), source, config)
+
+
+def check_solves_fit(
+    config: TrainConfig, source: Episodes, tasks: int, learner: MetaLearner
+) -> None:
+    """Refuse a run whose solves cannot fit side by side: three copies of the parameters each (φ,
+    displacement, gradient) at the least.
+    """
+    solves = min(tasks * learner.estimator.width, _at_once(learner, source))
+    copies = 3 * sum(p.numel() * p.element_size() for p in learner.problem().parameters.values())
+    _refuse_if_more(
+        _data(config, source, tasks) | {f"{solves:,} solves side by side": int(solves * copies)},
+        source,
+        config,
+    )
+
+
+def _data(config: TrainConfig, source: Episodes, tasks: int) -> dict[str, int]:
+    """What is held, and its bytes at least."""
+    evaluated = max(config.eval_tasks if config.eval_every else 0, config.test_tasks)
+    task = (
+        source.ways
+        * (source.shots + source.queries)
+        * (math.prod(source.input_shape) * source.dtype.itemsize + 8)
+    )
+    return {
+        f"the examples of {tasks:,} tasks": tasks * task,
+        f"the results of {evaluated:,} evaluated tasks": evaluated * 32,
+    }
+
+
+def _at_once(learner: MetaLearner, source: Episodes) -> float:
+    """How many solves are held side by side; 1 where the memory decides, as it does on a GPU and
+    for second derivatives.
+    """
+    engine, _ = learner.choose_engine(source.batch([0]))
+    if (
+        not isinstance(engine, StackedEngine)
+        or source.device.type != "cpu"
+        or learner.estimator.graphs(learner.solver)
+    ):
+        return 1
+    return engine.chunk or math.inf
+
+
+def _refuse_if_more(needs: dict[str, int], source: Episodes, config: TrainConfig) -> None:
+    free = free_memory(source.device) if source.device.type == "cuda" else available_memory()
+    needed = sum(needs.values())
+    if free is None or needed <= free:
+        return
+    detail = ", ".join(
+        f"{_gib(size)} for {what}" for what, size in needs.items() if size > needed // 100
+    )
+    raise UserError(
+        f"--tasks {config.tasks} with --eval-tasks {config.eval_tasks} and --test-tasks"
+        f" {config.test_tasks} needs at least {_gib(needed)} of memory ({detail}), and {_gib(free)}"
+        " are free. Use fewer of them, fewer --shots or --queries, or a --chunk of solves to be"
+        " held at once."
+    )
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still have, as the system and its control group allow; None where
+    they do not tell.
+    """
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):  # counts the cache that can be given back
+            free = int(line.split()[1]) * 1024
+    limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit and used and limit[0].isdigit():
+        cached = sum(
+            int(line.split()[1])
+            for line in _lines("/sys/fs/cgroup/memory.stat")
+            if line.startswith("inactive_file ")
+        )
+        free = min(free, int(limit[0]) - int(used[0]) + cached)
+    return free
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+
+
+def _gib(size: int) -> str:
+    return f"{size * 10 // 2**30 / 10:,.1f} GiB"

@@ -1,14 +1,18 @@
-"""What a run shows while it goes: a live line on a terminal, a plain line every few seconds
-elsewhere.
+"""What a run says while it goes: a live line on a terminal, a plain line every few seconds
+elsewhere, and what it notices: inner steps that overshoot, a meta-gradient that drowns in its
+error, hours that nobody expects.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -16,15 +20,19 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from metanudge.training.clock import clock
-from metanudge.training.stiffness import describe_stiffness
-from metanudge.training.trust import printable
+from metanudge.names import clock, printable
+from metanudge.solvers import stability_advice
+from metanudge.training.config import TrainConfig
+from metanudge.training.metrics import describe_stiffness
 
 _SECONDS_BETWEEN_LINES = 5.0
+_RECENT = 20  # meta-steps that a watch looks at
+_LOOK = 3
+_LONG = 3600.0
 
 
-class Reporter(Protocol):
-    """Where a run's news go."""
+class Reporter:
+    """Where a run's news go; this one tells nobody, for the other ranks and for tests."""
 
     def begin(self, facts: Sequence[tuple[str, str]], *, total: int, done: int) -> None:
         """Say what is being trained, then start counting."""
@@ -42,26 +50,10 @@ class Reporter(Protocol):
         """The result."""
 
 
-class Quiet:
-    """Says nothing: the other ranks, and tests."""
-
-    def begin(self, facts: Sequence[tuple[str, str]], *, total: int, done: int) -> None:
-        """Nothing."""
-
-    def step(self, done: int, values: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def end(self) -> None:
-        """Nothing."""
-
-    def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Nothing."""
+Quiet = Reporter
 
 
-class ConsoleReporter:
+class ConsoleReporter(Reporter):
     """Live progress with rich on a terminal, plain lines where there is none."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -181,13 +173,10 @@ def memory_used(device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device)
     try:
         with open("/proc/self/statm", "rb") as statm:
-            import os
-
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         try:
             import resource
-            import sys
         except ImportError:
             return None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -201,3 +190,110 @@ def _given(values: dict[str, Any], key: str) -> bool:
 
 def _escape(text: str) -> str:
     return escape(printable(text))
+
+
+# What is noticed
+
+
+class DivergenceWatch:
+    """Looks at whether the inner residual grew, meta-step by meta-step.
+
+    Args:
+        lr: the solver's, where it has one.
+        lam: λ.
+
+    Example:
+        >>> watch = DivergenceWatch()
+        >>> [step for step in range(200) if watch.see(1.0, 2.0)]
+        [19]
+    """
+
+    def __init__(self, lr: float | None = None, lam: float | None = None) -> None:
+        self._lr, self._lam = lr, lam
+        self._grew: deque[bool] = deque(maxlen=_RECENT)
+        self._warned = False
+        self._doubted = False
+
+    def see(self, start: float, end: float) -> str | None:
+        """A warning, the first time that more than half of the recent meta-steps ended with a
+        larger residual than they began with.
+        """
+        self._grew.append(end > start)
+        if self._warned or len(self._grew) < _RECENT or sum(self._grew) <= _RECENT / 2:
+            return None
+        self._warned = True
+        return (
+            f"The inner residual grew in {sum(self._grew)} of {_RECENT} meta-steps: the inner steps"
+            " overshoot. Training may work all the same, and fomaml often does; fobmaml and imaml"
+            f" rely on inner steps that settle and may stop learning. {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        text = stability_advice(self._lr, self._lam, where="lr in --solver", stiffness="--lam")
+        return f"{text[0].upper()}{text[1:]}."
+
+    def see_error(self, error: float) -> str | None:
+        """A warning, the first time that no ν was found at which the meta-gradient is larger than
+        its error.
+
+        Example:
+            >>> watch = DivergenceWatch()
+            >>> [bool(watch.see_error(error)) for error in (0.2, 1.5, 1.5)]
+            [False, True, False]
+        """
+        if self._doubted or error < 1:
+            return None
+        self._doubted = True
+        return (
+            "No ν was found at which the meta-gradient of a few tasks is larger than its error:"
+            " the inner steps overshoot, or cross the kinks of ReLU and max-pooling too often."
+            " Noise averages out over tasks and meta-steps, so training may work all the same."
+            f" {self._remedy()} More --tasks help too, and so does --estimator"
+            " fobmaml:stencil=tangent, which has no ν."
+        )
+
+
+class DurationWatch:
+    """Looks at the first meta-steps; the very first is left out, which warms up.
+
+    Args:
+        config: of the run.
+        width: solves a task and meta-step; an evaluated task takes one.
+        done: meta-steps that were done before.
+
+    Example:
+        >>> from metanudge.training.config import TrainConfig
+        >>> watch = DurationWatch(TrainConfig("photos", tasks=4, iterations=1000, eval_every=0),
+        ...     width=2, done=0)
+        >>> [watch.see(seconds) is not None for seconds in (60.0, 20.0, 20.0, 20.0)]
+        [False, False, True, False]
+    """
+
+    def __init__(self, config: TrainConfig, *, width: int, done: int) -> None:
+        self._config, self._width, self._done = config, width, done
+        self._seconds: list[float] = []
+
+    def see(self, seconds: float) -> str | None:
+        """A note, where the run will take more than an hour after the last of the first few
+        meta-steps.
+        """
+        if len(self._seconds) == _LOOK:
+            return None
+        self._seconds.append(seconds)
+        if len(self._seconds) < _LOOK:
+            return None
+        config, step = self._config, median(self._seconds[1:])
+        left = config.iterations - self._done - _LOOK
+        evaluated = config.test_tasks + (
+            left // config.eval_every * config.eval_tasks if config.eval_every else 0
+        )
+        evaluation = evaluated * step / config.tasks / max(1, self._width)
+        if left * step + evaluation < _LONG:
+            return None
+        return (
+            f"This will take about {clock(left * step + evaluation)} on this CPU: {left} meta-steps"
+            f" of {step:.2g} s, and {evaluated} tasks to evaluate. To cut it: fewer --iterations or"
+            f" --tasks ({config.tasks}), --eval-tasks, --test-tasks, --queries; a smaller --model"
+            " (conv4:channels=32); smaller images (--data-options image_size=28); a GPU (--device"
+            " cuda). Ctrl-C saves; --resume goes on."
+        )

@@ -1,45 +1,56 @@
 """`train`: from a configuration to a finished run. Everything is checked before anything is
 written.
+
+A run writes one line of metrics per meta-step, and its checkpoints hold the length of that file: a
+resumed run cuts it back and writes the same bytes again. Where a signal came before a meta-step was
+validated, the checkpoint also holds its line, and the resumed run begins with the validation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import math
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from metanudge.training import specs
-from metanudge.training.config import MAY_CHANGE, TrainConfig
-from metanudge.training.continuing import (
-    check_data,
-    check_unchanged,
-    load_optimizer,
-    say_what_differs,
-)
+from metanudge.estimators import NonFiniteError
+from metanudge.training.checkpoint import CheckpointStore
+from metanudge.training.config import TrainConfig, own_code
+from metanudge.training.device import environment
 from metanudge.training.distributed import Group
-from metanudge.training.divergence import check_steps
-from metanudge.training.environment import environment
-from metanudge.training.errors import EXIT_DONE
-from metanudge.training.lock import RunLock
-from metanudge.training.loop import Trainer
-from metanudge.training.memory import check_data_fits, check_solves_fit
-from metanudge.training.metrics import check_sinks
-from metanudge.training.plan import claim, make_plan, try_out
-from metanudge.training.progress import ConsoleReporter, Quiet, Reporter
-from metanudge.training.runs import (
-    DataShapes,
-    build_learner,
-    build_source,
-    check_splits,
-    choose_device,
-    load_weights,
-    precision,
-    resolve,
+from metanudge.training.errors import (
+    EXIT_CANNOT_WRITE,
+    EXIT_DONE,
+    EXIT_NOT_FINITE,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_SIGINT,
+    CheckpointError,
+    Interrupted,
+    StopRequest,
+    StopTraining,
 )
-from metanudge.training.signals import StopRequest
-from metanudge.training.summary import check_summary
+from metanudge.training.files import RunLock
+from metanudge.training.loop import OutOfMemory, Surroundings, Trainer, load_weights, weights_of
+from metanudge.training.metrics import MetricsLog, Sink, Timing, open_sinks
+from metanudge.training.plan import Plan, claim, make_plan, make_trainer, read_data, try_out
+from metanudge.training.progress import (
+    ConsoleReporter,
+    DivergenceWatch,
+    DurationWatch,
+    Quiet,
+    Reporter,
+    memory_used,
+)
+from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
+from metanudge.training.sources import DataShapes, precision
+from metanudge.training.summary import Outcome, facts, result_table, tested, write_summary
+from metanudge.version import __version__
 
 
 def train(
@@ -59,74 +70,282 @@ def train(
         stop.patience = 0.0  # until something is written
         group = Group.from_environment()
         reporter = reporter or (ConsoleReporter() if group.leads else Quiet())
+        around = Surroundings(group, stop, reporter.note)
         try:
             with RunLock(reporter.note, job=group.job) as lock:
-                return _train(config, resume, group, stop, reporter, lock, allow_changed_data)
+                config.check()
+                plan = group.share(lambda: make_plan(config, resume, group, lock))
+                config, source = read_data(config, plan, around, allow_changed_data)
+                trainer = make_trainer(config, plan, source, around)
+                with precision(config, source.device):
+                    try_out(trainer.learner, source, config)
+                    stop.patience = None
+                    folder = group.share(lambda: claim(plan, config, lock))
+                    config = dataclasses.replace(config, out=str(folder))
+                    with Training(config, plan, trainer, reporter) as training:
+                        training.run()
         finally:
             group.close()
-
-
-def _train(
-    config: TrainConfig,
-    resume: Path | None,
-    group: Group,
-    stop: StopRequest,
-    reporter: Reporter,
-    lock: RunLock,
-    allow_changed_data: bool,
-) -> int:
-    config.check()
-    device = choose_device(config)
-    plan = group.share(lambda: make_plan(config, resume, group, lock))
-    check_sinks(config)
-    remembered = (
-        DataShapes.from_dict(plan.checkpoint.state["shapes"])
-        if plan.checkpoint is not None
-        else None
-    )
-    source = group.one_after_the_other(
-        lambda: build_source(config, device=device, remembered=remembered)
-    )
-    tasks = len(group.slice(config.tasks))
-    check_data_fits(config, source, tasks)
-    check_splits(config, source)
-    config = dataclasses.replace(resolve(config, source), out=str(plan.folder))
-    config.check()  # once more: it has absolute paths now
-    if plan.saved is not None:
-        config = check_unchanged(plan, config, source)
-        check_data(plan, source, allow=allow_changed_data, note=reporter.note)
-        say_what_differs(plan, config, environment(device, processes=group.world), reporter.note)
-        if group.leads:
-            check_summary(plan.folder, reporter.note)
-    learner = build_learner(config, source)
-    check_solves_fit(config, source, tasks, learner)
-    if plan.saved is None:
-        check_steps(config.lam, learner.solver)
-    optimizer = specs.build_optimizer(
-        config.optimizer, specs.parameter_groups(learner, config.lam_lr)
-    )
-    if plan.checkpoint is not None:
-        load_weights(learner, plan.checkpoint)
-        load_optimizer(optimizer, plan.checkpoint)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    with precision(config, device):
-        try_out(learner, source, config)
-        stop.patience = None
-        folder = group.share(lambda: claim(plan, config, lock))
-        config, plan = (
-            dataclasses.replace(config, out=str(folder)),
-            dataclasses.replace(plan, folder=folder),
-        )
-        trainer = Trainer(config, plan, source, learner, optimizer, group, stop, reporter)
-        try:
-            trainer.run()
-        finally:
-            reporter.end()
-            trainer.close()
     return EXIT_DONE
 
 
-__all__ = ["MAY_CHANGE", "Trainer", "train"]
+class Training:
+    """A run, from its first or its next meta-step to its summary: what is validated, written down,
+    saved and told around the meta-steps of a trainer.
+    """
+
+    def __init__(
+        self, config: TrainConfig, plan: Plan, trainer: Trainer, reporter: Reporter
+    ) -> None:
+        self.config, self.trainer, self.reporter = config, trainer, reporter
+        self.folder, self.resumed = Path(str(config.out)), plan.saved is not None
+        self.learner, self.group = trainer.learner, trainer.around.group
+        self.device = trainer.source.device
+        self.store = CheckpointStore(self.folder / CHECKPOINTS)
+        state = plan.checkpoint.state if plan.checkpoint is not None else {}
+        self.best: dict[str, Any] | None = state.get("best")
+        self.saved_step = trainer.step if plan.checkpoint is not None else None
+        # of a meta-step that is not validated yet
+        self._pending: dict[str, Any] | None = state.get("pending")
+        self._watch = DivergenceWatch(getattr(self.learner.solver, "lr", None), config.lam)
+        self._duration = DurationWatch(
+            config, width=self.learner.estimator.width, done=trainer.step
+        )
+        self._began = time.monotonic()
+        self._log: MetricsLog | None = None
+        self._timing: Timing | None = None
+        self._sinks: list[Sink] = []
+        if self.group.leads:
+            size = state.get("metrics_size", 0)
+            self._log = MetricsLog(self.folder / METRICS, size=size)
+            if self._log.size < size:
+                reporter.note(
+                    f"{METRICS} is not there any more: it begins anew with step {trainer.step + 1}."
+                )
+            self._timing = Timing(self.folder / TIMING)
+            self._sinks = open_sinks(config, self.folder)
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reporter.end()
+        for thing in (self._log, self._timing, *self._sinks):
+            if thing is not None:
+                # a line that did not fit on the disk; the run has stopped because of it
+                with suppress(OSError):
+                    thing.close()
+
+    def run(self) -> None:
+        """Train, test, write the summary."""
+        config, trainer, note = self.config, self.trainer, self.reporter.note
+        about = facts(config, trainer.source, self.learner, self.group)
+        where = str(self.folder) + (f" (resumed at step {trainer.step})" if self.resumed else "")
+        self.reporter.begin([*about, ("run", where)], total=config.iterations, done=trainer.step)
+        if config.compile and self.device.type == "cuda":
+            note(
+                "The first meta-steps build kernels for this GPU: up to half a minute, seconds"
+                " where they are cached."
+            )
+        if config.precision == "tf32" and self.device.type == "cpu":
+            note(
+                "--precision tf32 is for NVIDIA GPUs and changes nothing on a CPU: this run"
+                " computes in fp32."
+            )
+        with self._stopping_in_order():
+            if self._pending is not None:
+                self.saved_step = None  # the checkpoint lacks the validation's result
+                self._complete(self._pending, 0.0)
+            trainer.on_step = self._after_step
+            trainer.run()
+            self.reporter.end()
+            self._finish()
+
+    def _after_step(self, step: int, values: dict[str, Any]) -> None:
+        look = self.learner.tuner.last
+        warnings = (
+            self._watch.see(values["residual_start"], values["residual"]),
+            # of ε the tuner warns itself
+            self._watch.see_error(look.error) if look is not None and look.symbol == "ν" else None,
+        )
+        for warning in filter(None, warnings):
+            self.reporter.note(warning)
+        self._complete(values, self.trainer.seconds)
+
+    def _complete(self, values: dict[str, Any], seconds: float) -> None:
+        """Validate where it is time, write the meta-step down, and save where it is time."""
+        self._pending, values, improved = values, dict(values), False
+        step, last = self.trainer.step, self.trainer.step == self.config.iterations
+        if self.config.eval_every and (step % self.config.eval_every == 0 or last):
+            improved = self._validate(values)
+        self._record(values, seconds)
+        self._pending = None
+        if improved or step % self.config.checkpoint_every == 0 or last:
+            self._save(best=improved)
+
+    def _validate(self, values: dict[str, Any]) -> bool:
+        """Add the validation's result to the values; returns whether it is the best so far."""
+        result = self.trainer.evaluate("val", self.config.eval_tasks)
+        loss, accuracy = result.mean_loss, result.mean_accuracy
+        values |= {
+            "val_loss": loss,
+            "val_accuracy": accuracy,
+            "val_accuracy_ci95": result.accuracy_ci95,
+        }
+        score = -loss if math.isnan(accuracy) else accuracy
+        if not math.isfinite(score) or (self.best is not None and score <= self.best["score"]):
+            return False
+        self.best = {
+            "step": self.trainer.step,
+            "score": score,
+            "loss": loss,
+            "accuracy": None if math.isnan(accuracy) else accuracy,
+        }
+        return True
+
+    def _record(self, values: dict[str, Any], seconds: float) -> None:
+        if self._log is None or self._timing is None:
+            return
+        step, memory = self.trainer.step, memory_used(self.device)
+        with self._writing():
+            self._log.write(values)
+            self._timing.write(step, seconds, memory)
+            for sink in self._sinks:
+                sink.write(step, values)
+        self.reporter.step(step, {**values, "memory": memory})
+        long = self._duration.see(seconds) if self.device.type == "cpu" else None
+        if long is not None:
+            self.reporter.note(long)
+
+    def _save(self, *, best: bool = False) -> None:
+        """Write a checkpoint of this step, unless there is one."""
+        step = self.trainer.step
+        if not self.group.leads or (self.saved_step == step and not best):
+            return
+        assert self._log is not None
+        own = self.trainer.state()
+        state = {
+            "version": __version__,
+            "environment": environment(self.device, processes=self.group.world),
+            "config": self.config.to_dict(),
+            "data_sha256": self.trainer.source.fingerprint(),
+            "shapes": DataShapes.of(self.trainer.source).to_dict(),
+            "optimizer": own["optimizer"],
+            "lrs": own["lrs"],
+            "best": self.best,
+            "chunk": own["chunk"],
+            "tuner": own["tuner"],
+            "metrics_size": self._log.size,
+            "metrics_sha256": self._log.sha256,
+        }
+        if self._pending is not None:
+            state["pending"] = self._pending
+        with self._writing():
+            self._log.sync()
+            self.store.save(step, weights_of(self.learner), state, best=best)
+        self.saved_step = step
+
+    def _finish(self) -> None:
+        """Test the best weights, write summary and picture, show the table."""
+        test: dict[str, Any] | None = None
+        if self.config.test_tasks:
+            if self.best is not None:
+                load_weights(self.learner, self.group.share(lambda: self.store.load("best")))
+            test = tested(self.trainer.evaluate("test", self.config.test_tasks))
+        if not self.group.leads:
+            return
+        seconds = time.monotonic() - self._began
+        outcome = Outcome(self.trainer.step, self.best, test, seconds, self.resumed)
+        with self._writing():
+            write_summary(
+                self.folder,
+                self.config,
+                outcome,
+                self.learner,
+                processes=self.group.world,
+                note=self.reporter.note,
+            )
+        table = result_table(self.folder, self.config, outcome, self.learner)
+        self.reporter.table("Result", table)
+
+    # When something happens
+
+    @contextmanager
+    def _stopping_in_order(self) -> Iterator[None]:
+        """Save what there is before a run ends early, and say how to go on."""
+        try:
+            yield
+        except Interrupted as stopped:
+            self._save()
+            name = "Interrupted" if stopped.code == EXIT_SIGINT else "Asked to stop"
+            trust = " --trust" if own_code(self.config.model) else ""
+            raise StopTraining(
+                f"{name}. Meta-step {self.trainer.step} is saved; go on with: metanudge train"
+                f" --resume {shlex.quote(str(self.folder))}{trust}",
+                stopped.code,
+            ) from stopped
+        except NonFiniteError as error:
+            saved = self._save_if_sound()
+            raise StopTraining(
+                f"Stopped at meta-step {self.trainer.step + 1}, before the update. {error} {saved}",
+                EXIT_NOT_FINITE,
+            ) from error
+        except OutOfMemory as error:
+            saved, engine = self._save_if_sound(), self.trainer.engine()
+            fix = (
+                "Use --engine inplace"
+                if engine == "stacked" and "inplace" in self.learner.estimator.engines
+                else "Use a smaller model"
+            )
+            raise StopTraining(
+                f"Out of memory at meta-step {self.trainer.step + 1}, one solve at a time"
+                f" ({error}). {saved} {fix}, --precision bf16, fewer --shots or --queries, or a"
+                " device with more memory.",
+                EXIT_OUT_OF_MEMORY,
+            ) from error
+
+    def _save_if_sound(self) -> str:
+        """Save the present state unless θ itself is broken; says what was done."""
+        step = self.trainer.step
+        if not all(bool(torch.isfinite(p).all()) for p in self.learner.parameters()):
+            before = f"step {self.saved_step}" if self.saved_step is not None else "none"
+            return (
+                f"θ itself is not finite after meta-step {step}, so no checkpoint was written"
+                f" (the last one: {before})."
+            )
+        self._save()
+        return f"The state after meta-step {step} is saved in {self.folder}."
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Stop in good order where the run folder is gone or takes no more; never make it anew."""
+        assert self._log is not None
+        step = self.trainer.step
+        if not self._log.in_place:
+            raise StopTraining(
+                f"{self.folder} was deleted or moved while meta-step {step} was trained, so"
+                " there is nowhere to write to. Stopped; nothing was made in its place. If it was"
+                " moved, go on with: metanudge train --resume NEW-PLACE",
+                EXIT_CANNOT_WRITE,
+            )
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            what = (
+                str(error)
+                if isinstance(error, CheckpointError)
+                else f"{self.folder} cannot be written ({error.strerror or error})."
+            )
+            kept = (
+                f"The checkpoint of meta-step {self.saved_step} is intact."
+                if self.saved_step is not None
+                else "No checkpoint was written yet."
+            )
+            raise StopTraining(
+                f"Stopped at meta-step {step}. {what} {kept} When there is space, go on with: "
+                f"metanudge train --resume {shlex.quote(str(self.folder))}",
+                EXIT_CANNOT_WRITE,
+            ) from error
+
+
+__all__ = ["Trainer", "Training", "train"]

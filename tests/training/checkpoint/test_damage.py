@@ -15,7 +15,7 @@ import pytest
 
 from checkpoints import is_sample, sample, saved
 from metanudge.training.checkpoint import CheckpointError, load, save
-from metanudge.training.checkpoint.manifest import seal
+from metanudge.training.checkpoint.files import seal
 
 
 def damage(file: Path, kind: str, rng: random.Random) -> None:

@@ -46,7 +46,7 @@ def test_a_checkpoint_removed_at_any_moment_of_its_reading(
     """The writer removes the last checkpoint, having saved a newer one, just before the reader's
     n-th look at the disk.
     """
-    from metanudge.training.checkpoint import files, folder, manifest
+    from metanudge.training.checkpoint import files
 
     kept = saved(tmp_path, steps="1", keep=1)
     looks = 0
@@ -61,9 +61,9 @@ def test_a_checkpoint_removed_at_any_moment_of_its_reading(
 
         return looking
 
-    monkeypatch.setattr(manifest, "read_file", before_each_look(files.read_file))
-    monkeypatch.setattr(manifest, "children", before_each_look(files.children))
-    monkeypatch.setattr(store, "load", before_each_look(folder.load))
+    monkeypatch.setattr(files, "read_file", before_each_look(files.read_file))
+    monkeypatch.setattr(files, "children", before_each_look(files.children))
+    monkeypatch.setattr(store, "load", before_each_look(store.load))
     found = CheckpointStore(tmp_path).load()
     assert is_sample(found, found.step)
     assert found.step == 2 or looks < call

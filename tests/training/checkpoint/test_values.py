@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from checkpoints import DTYPES, identical, random_tensor, through_files
 from metanudge.training.checkpoint import pack, save, unpack
-from metanudge.training.checkpoint.tensor_file import decode_tensors, encode_tensors
+from metanudge.training.checkpoint.values import decode_tensors, encode_tensors
 
 ARRAYS = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from metanudge.training import output
+from metanudge.cli.errors import finish, prepare
 from metanudge.training.errors import EXIT_BAD_INPUT, UserError
 from metanudge_lab.bench.config import BenchConfig
 
@@ -109,5 +109,5 @@ def _text(default: object) -> str:
 
 
 if __name__ == "__main__":
-    output.prepare()
-    sys.exit(output.finish(main()))
+    prepare()
+    sys.exit(finish(main()))

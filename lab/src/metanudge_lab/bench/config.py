@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from metanudge.training.precision import Precision
+from metanudge.training.device import Precision
 
 
 @dataclass(frozen=True)

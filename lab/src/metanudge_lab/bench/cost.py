@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from metanudge.training.precision import Precision, computing_in
+from metanudge.training.device import Precision, computing_in
 from metanudge_lab.bench.contender import Work
 from metanudge_lab.bench.peaks import Peaks
 from metanudge_lab.bench.workload import Workload

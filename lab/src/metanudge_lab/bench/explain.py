@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from metanudge.training.precision import computing_in
+from metanudge.training.device import computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Prepared

@@ -90,9 +90,10 @@ def child() -> None:
     request = json.loads(sys.stdin.read())
     import torch
 
-    from metanudge.training.precision import computing_in
+    from metanudge.training.device import computing_in
     from metanudge_lab.bench.cases import CASES
     from metanudge_lab.bench.contender import choose
+    from metanudge_lab.bench.ours import added
     from metanudge_lab.bench.suite import CONTENDERS
 
     imported = time.time()
@@ -100,7 +101,7 @@ def child() -> None:
         torch.set_num_threads(request["threads"])
     device = torch.device(request["device"])
     workload = CASES[request["case"]].make(device, quick=request["quick"], **request["sizes"])
-    (contender,) = choose(CONTENDERS, [request["contender"]])
+    (contender,) = choose([*CONTENDERS, *added()], [request["contender"]])
     ends = []
     with computing_in(request["precision"], device):
         prepared = contender.prepare(workload)

@@ -5,7 +5,18 @@ it.
 from __future__ import annotations
 
 from metanudge.engine_choice import EngineName
-from metanudge.estimators import FOBMAML, FOMAML, IMAML, MAML, Estimator, Reptile, Stats
+from metanudge.estimators import (
+    ESMAML,
+    ESTIMATORS,
+    FOBMAML,
+    FOMAML,
+    IMAML,
+    MAML,
+    Estimator,
+    Exact,
+    Reptile,
+    Stats,
+)
 from metanudge.learner import MetaLearner
 from metanudge.solvers import GradientDescent
 from metanudge_lab.bench.contender import Contender, Gradient, Prepared, Work
@@ -55,3 +66,16 @@ OURS = (
     _contender("reptile", "Reptile", Reptile(), "Reptile"),
     _contender("imaml", "iMAML, 5 CG steps", IMAML(cg_steps=5), "iMAML"),
 )
+
+# Random directions and dense Hessians are not there for their speed.
+_APART = (ESMAML, Exact)
+_LISTED = (FOBMAML, MAML, FOMAML, Reptile, IMAML)
+
+
+def added() -> list[Contender]:
+    """The estimators that somebody added to metanudge's, each as it is by default."""
+    return [
+        _contender(kind.__name__.lower(), kind.__name__, kind(), kind.__name__)
+        for kind in ESTIMATORS
+        if kind not in (*_LISTED, *_APART)
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from metanudge.training.precision import Precision, computing_in
+from metanudge.training.device import Precision, computing_in
 from metanudge_lab.bench.timing import Times, timed
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 from metanudge.engines.compiled import compilation
 from metanudge.engines.stacked import runs_trunk
 from metanudge.problem import Objective, Problem
-from metanudge.training.precision import Precision, computing_in
+from metanudge.testing.problems import relative_error
+from metanudge.training.device import Precision, computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Gradient
-from metanudge_lab.bench.suite import Result, clear, context, describe, names, title_of, workload_of
+from metanudge_lab.bench.suite import Result, context, describe, names, title_of, workload_of
 from metanudge_lab.bench.workload import Workload
+from metanudge_lab.device_memory import release
 from metanudge_lab.progress import Progress
 
 DEFAULT = ("fobmaml-loss", "fobmaml-gradient", "fomaml")
@@ -61,6 +63,28 @@ class Cell:
             return self.contender.prepare(workload).step()
 
 
+@dataclass
+class Found:
+    """The errors of every cell, batch by batch; a cell that fails is left out from then on."""
+
+    errors: dict[Cell, list[float]]
+    skipped: list[str]
+    failed: list[Result] = field(default_factory=list)
+
+    def add(self, batch: Mapping[Cell, float | Exception], device: torch.device) -> None:
+        """Those of one meta-batch."""
+        for cell, error in batch.items():
+            if isinstance(error, float):
+                self.errors[cell].append(error)
+                continue
+            del self.errors[cell]
+            if cell.precision == "bf16" and device.type == "cpu":
+                self.skipped.append(f"{cell} does not run here: {describe(error)}")
+            else:
+                told = {"label": str(cell), "error": describe(error)}
+                self.failed.append({**names(cell.contender), **told})
+
+
 def rounding(
     case: Case,
     contenders: Sequence[Contender],
@@ -85,8 +109,7 @@ def rounding(
         for name in precisions
         for path, compiled in paths(workload, name).items()
     ]
-    errors: dict[Cell, list[float]] = {cell: [] for cell in cells}
-    failed: list[Result] = []
+    found = Found({cell: [] for cell in cells}, skipped)
     took, done = 0.0, 0
     progress.begin(f"{case.name}, rounding", total=batches * len(cells), done=0)
     try:
@@ -99,19 +122,9 @@ def rounding(
                 )
                 progress.note(f"{case.name}: {skipped[-1]}")
                 break
-            found = _one_batch(_workload(case, config, device, batch), list(errors), progress)
-            for cell, error in found.items():
-                if isinstance(error, float):
-                    errors[cell].append(error)
-                    continue
-                del errors[cell]
-                if cell.precision == "bf16" and device.type == "cpu":
-                    skipped.append(f"{cell} does not run here: {describe(error)}")
-                else:
-                    failed.append(
-                        {**names(cell.contender), "label": str(cell), "error": describe(error)}
-                    )
-            clear(device)
+            drawn = _workload(case, config, device, batch)
+            found.add(_one_batch(drawn, list(found.errors), progress), device)
+            release(device)
             took, done = max(took, time.monotonic() - begin), batch + 1
     finally:
         progress.end()
@@ -121,9 +134,9 @@ def rounding(
         "title": title_of(case, config),
         **_all_precisions(context(workload, config, device)),
         "batches": done,
-        "rows": [_row(cell, np.array(found)) for cell, found in errors.items()],
-        "ratios": _ratios(errors),
-        "failed": failed,
+        "rows": [_row(cell, np.array(errors)) for cell, errors in found.errors.items()],
+        "ratios": _ratios(found.errors),
+        "failed": found.failed,
         "skipped": skipped,
     }
 
@@ -147,20 +160,18 @@ def in_float64(workload: Workload) -> Workload:
     )
 
 
-def relative_error(gradient: Gradient, exact: Gradient) -> float:
-    """‖g − g₆₄‖ / ‖g₆₄‖ over all parameters together.
+def error_of(gradient: Gradient, exact: Gradient) -> float:
+    """‖g − g₆₄‖ / ‖g₆₄‖ over all parameters together, in float64.
 
     Example:
         >>> exact = {"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.0)}
-        >>> relative_error({"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.5)}, exact)
+        >>> error_of({"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.5)}, exact)
         0.1
     """
-    squares = [
-        ((gradient[n].double() - g.double()).square().sum(), g.double().square().sum())
-        for n, g in exact.items()
-    ]
-    difference, size = (torch.stack(column).sum().sqrt() for column in zip(*squares, strict=True))
-    return float(difference / size)
+    return relative_error(
+        {name: gradient[name].double() for name in exact},
+        {name: g.double() for name, g in exact.items()},
+    )
 
 
 def root_mean_square(errors: Numbers) -> Numbers:
@@ -228,7 +239,7 @@ def _one_batch(
                 in_float64(workload)
             )
         try:
-            found[cell] = relative_error(cell.gradient(workload), exact[name])
+            found[cell] = error_of(cell.gradient(workload), exact[name])
         # an operator that this precision lacks, an overflow: a result as well
         except Exception as error:
             found[cell] = error

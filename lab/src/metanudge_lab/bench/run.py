@@ -22,6 +22,7 @@ from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, choose
 from metanudge_lab.bench.explain import explain
 from metanudge_lab.bench.first_step import first_steps
+from metanudge_lab.bench.ours import added
 from metanudge_lab.bench.rounding import DEFAULT as ROUNDING
 from metanudge_lab.bench.rounding import rounding
 from metanudge_lab.bench.scaling import DEFAULT as SCALING
@@ -43,7 +44,7 @@ def run(config: BenchConfig, progress: Progress) -> Iterator[tuple[Path, Result]
         if config.rounding
         else ()
     )
-    contenders = choose(CONTENDERS, config.only or default)
+    contenders = choose([*CONTENDERS, *added()], config.only or default)
     if config.rounding:
         _check_ours(contenders)
     config.out.mkdir(parents=True, exist_ok=True)

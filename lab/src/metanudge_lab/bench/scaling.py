@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from metanudge.training.precision import computing_in
+from metanudge.training.device import computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender
 from metanudge_lab.bench.peaks import measure_peaks
-from metanudge_lab.bench.suite import Result, clear, context, enter, title_of, workload_of
+from metanudge_lab.bench.suite import Result, context, enter, title_of, workload_of
 from metanudge_lab.bench.timing import quartiles, round_robin
+from metanudge_lab.device_memory import release
 from metanudge_lab.progress import Progress
 
 DEFAULT = ("fobmaml-loss", "fobmaml-gradient", "fomaml", "maml", "vmap-maml")
@@ -138,7 +139,7 @@ def _measure(
         for e in entrants
     ]
     del entrants, times
-    clear(device)
+    release(device)
     return rows
 
 

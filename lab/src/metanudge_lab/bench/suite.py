@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from metanudge.testing.memory import peak_memory
-from metanudge.training.precision import computing_in
+from metanudge.training.device import computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
 from metanudge_lab.bench.contender import Contender, Prepared
@@ -23,6 +22,7 @@ from metanudge_lab.bench.peaks import Peaks, measure_peaks
 from metanudge_lab.bench.rivals import RIVALS
 from metanudge_lab.bench.timing import Times, round_robin, timed
 from metanudge_lab.bench.workload import Workload
+from metanudge_lab.device_memory import release
 from metanudge_lab.progress import Progress
 from metanudge_lab.provenance import provenance
 
@@ -69,7 +69,7 @@ def compare(
                 except Exception as error:
                     failed.append({**names(contender), "error": describe(error)})
                     progress.note(f"{case.name}: {contender.name} failed. {failed[-1]['error']}")
-                    clear(device)
+                    release(device)
                 progress.finish(f"{contender.name}, warm-up", time.monotonic() - begin)
             works = {entrant.contender.name: entrant.prepared.step for entrant in entrants}
             times = (
@@ -219,13 +219,6 @@ def _openmp() -> dict[str, str]:
 
 def _json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def clear(device: torch.device) -> None:
-    """Give back the memory of contenders that are gone or have failed."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def describe(error: Exception) -> str:

@@ -217,6 +217,41 @@ def _value(curve: Result, value: float) -> str:
 
 def explanation(result: Result) -> list[Table]:
     """The cost model, the layers and the operators of an explained meta-step."""
+    bound = result["roofline_s"]
+    layers = tuple(
+        (
+            layer["name"],
+            amount(layer["flops"], "FLOP"),
+            amount(layer["bytes"], "B"),
+            layer["bound_by"],
+            f"{layer['seconds'] / bound:.1%}",
+        )
+        for layer in result["layers"]
+    )
+    spent = tuple(
+        (op["name"], f"{op['calls']:,}", duration(op["seconds"]), f"{op['share']:.1%}")
+        for op in result["time"]
+    )
+    title = (
+        f"{result['title']}, {result['label']} ({result['engine']}): {_work(result)}, on"
+        f" {where(result)}"
+    )
+    return [
+        Table(title, ("", "meta-step"), tuple(_facts(result)), left=(0, 1)),
+        Table(
+            "What must be computed",
+            ("multiplication, one task", "operations", "least traffic", "bound by", "of the bound"),
+            layers,
+        ),
+        Table(
+            "Where the time goes (profiled: slower than unobserved)",
+            (result["time_of"], "calls", "time", "share"),
+            spent,
+        ),
+    ]
+
+
+def _facts(result: Result) -> list[tuple[str, str]]:
     work, seconds, bound = (
         result["work_per_task"],
         result["seconds"]["median"],
@@ -261,37 +296,7 @@ def explanation(result: Result) -> list[Table]:
                 f"{result['kernels']:,} on the device, from {result['launches']:,} launches",
             )
         )
-    layers = tuple(
-        (
-            layer["name"],
-            amount(layer["flops"], "FLOP"),
-            amount(layer["bytes"], "B"),
-            layer["bound_by"],
-            f"{layer['seconds'] / bound:.1%}",
-        )
-        for layer in result["layers"]
-    )
-    spent = tuple(
-        (op["name"], f"{op['calls']:,}", duration(op["seconds"]), f"{op['share']:.1%}")
-        for op in result["time"]
-    )
-    title = (
-        f"{result['title']}, {result['label']} ({result['engine']}): {_work(result)}, on"
-        f" {where(result)}"
-    )
-    return [
-        Table(title, ("", "meta-step"), tuple(facts), left=(0, 1)),
-        Table(
-            "What must be computed",
-            ("multiplication, one task", "operations", "least traffic", "bound by", "of the bound"),
-            layers,
-        ),
-        Table(
-            "Where the time goes (profiled: slower than unobserved)",
-            (result["time_of"], "calls", "time", "share"),
-            spent,
-        ),
-    ]
+    return facts
 
 
 def where(result: Result) -> str:

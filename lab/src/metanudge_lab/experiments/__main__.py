@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from metanudge.training import output
+from metanudge.cli.errors import finish, prepare
 from metanudge.training.errors import EXIT_BAD_INPUT, UserError
 
 
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 def _measure(arguments: argparse.Namespace) -> int:
     import time
 
-    from metanudge.training.clock import clock
+    from metanudge.names import clock
     from metanudge_lab.experiments import load
     from metanudge_lab.experiments.run import Options, check_names, run
     from metanudge_lab.experiments.store import result_file
@@ -91,5 +91,5 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    output.prepare()
-    sys.exit(output.finish(main()))
+    prepare()
+    sys.exit(finish(main()))

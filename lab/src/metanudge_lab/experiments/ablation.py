@@ -4,48 +4,47 @@ training, and the library's defaults.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 import metanudge as mn
 from metanudge.models import MLP, Conv1D
 from metanudge.tasks import MNIST1D, Sinusoid
-from metanudge.training.precision import computing_in
+from metanudge.training.device import computing_in
+from metanudge_lab.device_memory import release
 from metanudge_lab.experiments import ablation_figures, fewshot
 from metanudge_lab.experiments import methods as m
+from metanudge_lab.experiments.ablation_verdict import NOISE, judge
 from metanudge_lab.experiments.base import (
     Cell,
     Drawing,
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
-    Verdict,
 )
 from metanudge_lab.experiments.network_errors import TARGETS, Exact
 from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, Sizes, make_recipe, make_trial
-from metanudge_lab.experiments.spread import Mean, Spread, short
+from metanudge_lab.experiments.spread import Spread, short
 from metanudge_lab.experiments.variants import (
     DATA,
     POINTS,
     Variant,
     accuracy,
     all_variants,
+    compared,
     cosine,
+    name_of,
     trained_variants,
 )
 
-NOISE = 0.005  # accuracies closer than this are alike, whatever the seeds say
-
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full a quarter of an hour on a GPU.
 
     Attributes:
         nudges, starts, stencils, nus: the choices; the tangent needs no ν.
@@ -92,28 +91,20 @@ class Config:
     @classmethod
     def quick(cls) -> Config:
         """Three minutes or so, MNIST-1D alone."""
-        few: dict[str, Any] = {
-            "error_tasks": 2,
-            "error_seeds": 1,
-            "channels": 4,
-            "pretraining": 40,
-            "test_tasks": 100,
-        }
         return cls(
             steps=(5,),
             reach=300,
+            error_tasks=2,
+            error_seeds=1,
+            channels=4,
+            pretraining=40,
             seeds=1,
             iterations=40,
             tasks=4,
+            test_tasks=100,
             omniglot_seeds=0,
             sinusoid_seeds=0,
-            **few,
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """A quarter of an hour on a GPU."""
-        return cls()
 
     @property
     def options(self) -> dict[str, tuple[str, ...]]:
@@ -150,7 +141,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     seed = int(cell["seed"] or 0)
     if cell["part"] == "error":
         return _errors(str(cell["point"]), int(cell["steps"] or 0), seed, config, device)
-    fewshot.release(device)
+    release(device)
     estimator = Variant.of(cell).estimator
     if cell["part"] == "omniglot":
         trial, _ = make_trial(FIVE_WAY[0], estimator, Sizes(), seed=seed, device=device)
@@ -239,163 +230,27 @@ def table(result: Result[Config]) -> Table:
     kinds = [(point, key) for point in POINTS for key in TARGETS]
     rows = []
     for variant in trained_variants(result.config.options):
-        accuracies = [accuracy(result, part, variant, key) for part, key in _measures(result)]
+        accuracies = [accuracy(result, part, variant, key) for part, key in compared(result)]
         cosines = [cosine(result, key, point, steps, variant) for point, key in kinds]
         errors = [
             result.values(f"error_{key}", part="error", point=point, steps=steps, **variant.keys)
             for point, key in kinds
         ]
         shown = [
-            Shown(c, "–" if math.isnan(c) else f"{c:.3f} ({short(Spread.of(e).median)})")
+            Shown.number(c, ".3f", f" ({short(Spread.of(e).median)})" if e else "")
             for c, e in zip(cosines, errors, strict=True)
         ]
-        rows.append((str(variant), *map(_shown, accuracies), *shown))
+        means = [None if found is None else Shown.of(found, 3) for found in accuracies]
+        rows.append((str(variant), *means, *shown))
     heads = [f"{point}, {TARGETS[key]}: cosine (error), K = {steps}" for point, key in kinds]
     return Table(
         (
             "nudge, start, stencil, ν",
-            *(_measure(result, *one) for one in _measures(result)),
+            *(name_of(result, *one) for one in compared(result)),
             *heads,
         ),
         rows,
     )
-
-
-def _measures(result: Result[Config]) -> list[tuple[str, str]]:
-    """By what variants are compared: data, and accuracy with as many steps as in training or with
-    more.
-    """
-    return [
-        (part, key)
-        for part in DATA
-        if result.rows(part=part)
-        for key in ("accuracy", "accuracy_more")
-    ]
-
-
-def _measure(result: Result[Config], part: str, key: str) -> str:
-    return (
-        f"{DATA[part]}" if key == "accuracy" else f"{DATA[part]}, {result.config.more_steps} steps"
-    )
-
-
-def judge(result: Result[Config]) -> Verdict:
-    """For each choice, all else as by default: is there one that is better somewhere and worse
-    nowhere?
-    """
-    default = Variant.default()
-    options = result.config.options
-    found = {key: _best(result, default, key, values) for key, values in options.items()}
-    beaten = {key: one for key, one in found.items() if one is not None}
-    other = default.changed("nudge", "gradient" if default.nudge == "loss" else "loss")
-    steps = min(result.config.steps)
-    quality = ", ".join(
-        f"{cosine(result, key, point, steps, default):.2f} ({point}, {TARGETS[key]})"
-        for point in POINTS
-        for key in TARGETS
-    )
-    measured = (
-        f"The defaults ({default}) reach {_numbers(result, default)}; with the {other.nudge} nudge"
-        f" it is {_numbers(result, other)}. Their cosine at K = {steps} is {quality}."
-        f" {'; '.join(_highest(result, *one) for one in _measures(result))}."
-    )
-    kept = [key for key in options if key not in beaten]
-    held = (
-        f"No other choice is better somewhere and worse nowhere: {', '.join(kept) or 'none'}."
-        f" {_by_cosine(result, default)}"
-    )
-    if not beaten:
-        return Verdict("reproduced", measured, held)
-    better = "; ".join(f"{key} = {value} ({text})" for key, (value, text) in beaten.items())
-    return Verdict(
-        "partly" if kept else "not", measured, f"{held} The table speaks for others: {better}."
-    )
-
-
-def _numbers(result: Result[Config], variant: Variant) -> str:
-    found = [(one, accuracy(result, one[0], variant, one[1])) for one in _measures(result)]
-    return ", ".join(
-        f"{mean.mean:.3f} on {_measure(result, *one)}" for one, mean in found if mean is not None
-    )
-
-
-def _by_cosine(result: Result[Config], default: Variant) -> str:
-    """What the cosines, averaged over points and targets, would have chosen, one choice at a
-    time.
-    """
-    steps = min(result.config.steps)
-
-    def mean(variant: Variant) -> float:
-        found = [cosine(result, key, point, steps, variant) for point in POINTS for key in TARGETS]
-        return sum(found) / len(found)
-
-    chosen = []
-    for key, values in result.config.options.items():
-        best = max((default.changed(key, value) for value in values), key=mean)
-        name = best.keys[key] if best.keys[key] else "none"
-        chosen.append(f"{key} = {name}" + (f" ({mean(best):.2f})" if best != default else ""))
-    return (
-        f"By the mean cosine with both targets, {mean(default):.2f} for the defaults, one would"
-        f" take {', '.join(chosen)}."
-    )
-
-
-def _highest(result: Result[Config], part: str, key: str) -> str:
-    means = {
-        variant: accuracy(result, part, variant, key)
-        for variant in trained_variants(result.config.options)
-    }
-    known = {variant: found.mean for variant, found in means.items() if found is not None}
-    best = max(known, key=lambda variant: known[variant])
-    return f"The highest of all on {_measure(result, part, key)} is {known[best]:.3f} ({best})"
-
-
-def _best(
-    result: Result[Config], default: Variant, key: str, values: Sequence[str]
-) -> tuple[str, str] | None:
-    """The option that is better than the default by most somewhere, beyond the noise, and worse
-    nowhere; and where it is better.
-
-    Where it was not trained with the default's ν, both are taken at the paper's.
-    """
-    found = []
-    for value in values:
-        pair = default, default.changed(key, value)
-        if pair[1] not in trained_variants(result.config.options):
-            same = default.changed("nu", Variant.paper().nu)
-            pair = same, same.changed(key, value)
-        gains = [
-            (one, gain, noise)
-            for one in _measures(result)
-            for gain, noise in _gain(result, *pair, *one)
-        ]
-        better = [(one, gain) for one, gain, noise in gains if gain > noise]
-        if better and not any(gain < -noise for _, gain, noise in gains):
-            text = ", ".join(f"{gain:+.3f} on {_measure(result, *one)}" for one, gain in better)
-            found.append((max(gain for _, gain in better), value, text))
-    return max(found)[1:] if found else None
-
-
-def _gain(
-    result: Result[Config], default: Variant, other: Variant, part: str, key: str
-) -> list[tuple[float, float]]:
-    """How much better another variant is than the default, and what may be noise; nothing where one
-    was not measured.
-
-    A training that ended in NaN is no noise.
-    """
-    base, found = (accuracy(result, part, variant, key) for variant in (default, other))
-    if base is None or found is None:
-        return []
-    failed = 0.0 in result.values(key, part=part, **other.keys)
-    noise = max(NOISE, sum(0.0 if math.isnan(one.ci95) else one.ci95 for one in (base, found)))
-    return [(found.mean - base.mean, 0.0 if failed else noise)]
-
-
-def _shown(found: Mean | None) -> Shown | None:
-    if found is None:
-        return None
-    return Shown.of(found, 3)
 
 
 EXPERIMENT = Experiment(

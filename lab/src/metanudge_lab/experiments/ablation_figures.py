@@ -19,6 +19,11 @@ from metanudge_lab.experiments.variants import (
     trained_variants,
 )
 
+NUDGES = {
+    "loss": style.METHODS["FO-B-MAML"]["color"],
+    "gradient": style.METHODS["FO-B-MAML gradient"]["color"],
+}
+
 
 def cosines(result: Result[Any]) -> Drawing:
     """Cosine with both targets at the smallest K, symmetric stencil; open markers for what has no ν
@@ -30,16 +35,12 @@ def cosines(result: Result[Any]) -> Drawing:
         2 * len(points), width=3.1 * 2 * len(points) + 1.6, height=4.2, sharey=True, squeeze=False
     )
     looks = {"theta": ("-", "o"), "shifted": ((0, (5, 2)), "s"), "solution": ((0, (1, 1.2)), "^")}
-    colours = {
-        "loss": style.METHODS["FO-B-MAML"]["color"],
-        "gradient": style.METHODS["FO-B-MAML gradient"]["color"],
-    }
     panels = [(point, key) for point in points for key in TARGETS]
     nus = [nu for nu in result.config.nus if nu != "auto"]
     numbers = [float(nu) for nu in nus]
     left, right = min(numbers) / 6, max(numbers) * 6  # of what has no ν, or chooses its own
     for one, (point, key) in zip(axes[0], panels, strict=True):
-        for nudge, colour in colours.items():
+        for nudge, colour in NUDGES.items():
             for start, (dash, marker) in looks.items():
                 base = Variant(nudge, start, "symmetric", "")
                 values = [cosine(result, key, point, steps, replace(base, nu=nu)) for nu in nus]
@@ -86,43 +87,7 @@ def accuracies(result: Result[Any], parts: Sequence[str]) -> Drawing:
         squeeze=False,
     )
     for one, part in zip(axes[0], parts, strict=True):
-        for place, variant in enumerate(reversed(variants)):
-            found = accuracy(result, part, variant)
-            if found is not None:
-                colour = style.METHODS[
-                    "FO-B-MAML" if variant.nudge == "loss" else "FO-B-MAML gradient"
-                ]["color"]
-                error = None if math.isnan(found.ci95) else found.ci95
-                one.errorbar(
-                    found.mean,
-                    place,
-                    xerr=error,
-                    color=colour,
-                    marker="o",
-                    markersize=5,
-                    linewidth=1.4,
-                )
-                more = accuracy(result, part, variant, "accuracy_more")
-                if more is not None:
-                    one.plot(
-                        more.mean,
-                        place,
-                        color=colour,
-                        marker="o",
-                        markersize=5,
-                        fillstyle="none",
-                        linestyle="",
-                    )
-        base = accuracy(result, part, Variant.default())
-        if base is not None:
-            one.axvline(base.mean, color=style.INK, linewidth=0.8, linestyle=(0, (1, 3)))
-        low, high = one.get_xlim()
-        what = "accuracy on test tasks" if part in ("mnist1d", "omniglot") else "variance explained"
-        one.set(
-            xlabel=f"{what} (open: {result.config.more_steps} steps)",
-            title=DATA[part],
-            xlim=(max(low, -0.05), min(high, 1.02)),
-        )
+        _panel(one, result, part, variants)
     names = [
         f"{variant}{'  (default)' if variant == Variant.default() else ''}"
         for variant in reversed(variants)
@@ -137,6 +102,29 @@ def accuracies(result: Result[Any], parts: Sequence[str]) -> Drawing:
         figure,
         alt=f"Accuracy after training for each variant. {DATA[parts[0]]}: {ends}.",
         suffix="accuracy",
+    )
+
+
+def _panel(axes: Any, result: Result[Any], part: str, variants: Sequence[Variant]) -> None:
+    for place, variant in enumerate(reversed(variants)):
+        found, more = (
+            accuracy(result, part, variant, key) for key in ("accuracy", "accuracy_more")
+        )
+        dot: dict[str, Any] = {"color": NUDGES[variant.nudge], "marker": "o", "markersize": 5}
+        if found is not None:
+            interval = None if math.isnan(found.ci95) else found.ci95
+            axes.errorbar(found.mean, place, xerr=interval, linewidth=1.4, **dot)
+            if more is not None:
+                axes.plot(more.mean, place, fillstyle="none", linestyle="", **dot)
+    base = accuracy(result, part, Variant.default())
+    if base is not None:
+        axes.axvline(base.mean, color=style.INK, linewidth=0.8, linestyle=(0, (1, 3)))
+    low, high = axes.get_xlim()
+    what = "accuracy on test tasks" if part in ("mnist1d", "omniglot") else "variance explained"
+    axes.set(
+        xlabel=f"{what} (open: {result.config.more_steps} steps)",
+        title=DATA[part],
+        xlim=(max(low, -0.05), min(high, 1.02)),
     )
 
 

@@ -5,30 +5,33 @@ chose itself, and with the best.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import metanudge as mn
 from metanudge.problem import Nudge
-from metanudge.task import TaskBatch
-from metanudge.tasks import Quadratic
 from metanudge.testing.curvature import curvature
-from metanudge.testing.problems import Setup, relative_error, vector
+from metanudge.testing.problems import relative_error, vector
 from metanudge_lab import style
+from metanudge_lab.experiments.auto_nu_problems import PROBLEMS, TITLES
 from metanudge_lab.experiments.base import (
     Cell,
     Drawing,
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
 )
 from metanudge_lab.experiments.spread import short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 GRID = tuple(10 ** (-quarter / 4) for quarter in range(13))
 """Thirteen ν from 1 to 0.001."""
@@ -43,8 +46,8 @@ _MOST_SHOWN = 30.0
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement."""
+class Config(Settings):
+    """Sizes of the measurement. In full half an hour on one core."""
 
     steps: tuple[int, ...] = (5, 20, 100)
     problems: tuple[str, ...] = ("quadratic", "logistic", "tanh", "relu")
@@ -59,89 +62,6 @@ class Config:
         together.
         """
         return cls(steps=(5, 20), seeds=1)
-
-    @classmethod
-    def full(cls) -> Config:
-        """Half an hour on one core."""
-        return cls()
-
-
-def quadratic(seed: int, tasks: int) -> Setup:
-    """Quadratic tasks in 20 dimensions, condition number 10; query objectives of their own, unlike
-    the paper's.
-    """
-    source = Quadratic(dim=20, condition=10, seed=seed)
-    drawn = next(iter(source.batches(size=2 * tasks, count=1))).stacks[0]
-    batch = TaskBatch(
-        support=tuple(t[:tasks] for t in drawn.support), query=tuple(t[tasks:] for t in drawn.query)
-    )
-    theta = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return Setup(source.model(theta), source.loss, batch)
-
-
-def logistic(seed: int, tasks: int) -> Setup:
-    """Softmax regression on 8 features, 3 classes."""
-    return _classification(seed, tasks, (8,), lambda: nn.Linear(8, 3))
-
-
-def tanh(seed: int, tasks: int) -> Setup:
-    """A perceptron with 16 hidden units and tanh."""
-    return _classification(
-        seed, tasks, (8,), lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-    )
-
-
-def relu(seed: int, tasks: int) -> Setup:
-    """A convolutional network with ReLU and max-pooling on 12 × 12 images."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(4, 4, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(36, 3),
-        )
-
-    return _classification(seed, tasks, (1, 12, 12), build)
-
-
-PROBLEMS: dict[str, Callable[[int, int], Setup]] = {
-    "quadratic": quadratic,
-    "logistic": logistic,
-    "tanh": tanh,
-    "relu": relu,
-}
-TITLES = {
-    "quadratic": "quadratic",
-    "logistic": "logistic regression",
-    "tanh": "tanh perceptron",
-    "relu": "ReLU and max-pool conv net",
-}
-
-
-def _classification(
-    seed: int, tasks: int, shape: tuple[int, ...], build: Callable[[], nn.Module]
-) -> Setup:
-    """15 support and 30 query examples a task, normal, labelled by a noisy linear teacher of each
-    task.
-    """
-    generator = torch.Generator().manual_seed(1000 + seed)
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, dtype=torch.float64)
-
-    x = draw(tasks, 45, *shape)
-    teachers = draw(tasks, x[0, 0].numel(), 3) / math.sqrt(x[0, 0].numel())
-    y = (x.flatten(2) @ teachers + 0.5 * draw(tasks, 45, 3)).argmax(-1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = build().double()
-    batch = TaskBatch(support=(x[:, :15], y[:, :15]), query=(x[:, 15:], y[:, 15:]))
-    return Setup(model, nn.functional.cross_entropy, batch)
 
 
 def cells(config: Config) -> list[Cell]:
@@ -306,28 +226,13 @@ def draw(result: Result[Config]) -> list[Drawing]:
     return drawings
 
 
-def _curve(axes: object, rows: list[Row], colour: str, label: str) -> None:
+def _curve(axes: Axes, rows: list[Row], colour: str, label: str) -> None:
     key = "error_exact" if rows and rows[0]["smooth"] else "error_steps"
-    grid = [(row["nu"], row[key]) for row in rows if not row["auto"] and row[key] is not None]
-    chosen = [(row["nu"], row[key]) for row in rows if row["auto"] and row[key] is not None]
-    plot = axes.plot  # type: ignore[attr-defined]
-    plot(
-        [nu for nu, _ in grid],
-        [error for _, error in grid],
-        color=colour,
-        marker=".",
-        linewidth=1.6,
-        label=label,
-    )
-    plot(
-        [nu for nu, _ in chosen],
-        [e for _, e in chosen],
-        color=colour,
-        marker="*",
-        markersize=15,
-        markeredgecolor=style.INK,
-        linestyle="",
-    )
+    line: dict[str, Any] = {"marker": ".", "linewidth": 1.6, "label": label}
+    star = {"marker": "*", "markersize": 15, "markeredgecolor": style.INK, "linestyle": ""}
+    for auto, look in ((False, line), (True, star)):
+        found = [row for row in rows if row["auto"] == auto and row[key] is not None]
+        axes.plot([row["nu"] for row in found], [row[key] for row in found], color=colour, **look)
 
 
 def _alt(result: Result[Config], nudge: str) -> str:
@@ -361,21 +266,15 @@ def table(result: Result[Config]) -> Table:
                     continue
                 case = max(found, key=lambda c: c.ratio)
                 other = against_steps[problem, steps, case.seed]
-                numbers = (case.nu, case.error, case.best_nu, case.best_error)
-                shown = [
-                    Shown(value, f"{value:.3g}") if i % 2 == 0 else Shown(value, short(value))
-                    for i, value in enumerate(numbers)
-                ]
-                rows.append(
-                    (
-                        nudge,
-                        problem,
-                        steps,
-                        *shown,
-                        Shown(case.ratio, f"{case.ratio:.2f}"),
-                        Shown(other.error, short(other.error)),
-                    )
+                shown = (
+                    Shown(case.nu, f"{case.nu:.3g}"),
+                    Shown.short(case.error),
+                    Shown(case.best_nu, f"{case.best_nu:.3g}"),
+                    Shown.short(case.best_error),
+                    Shown(case.ratio, f"{case.ratio:.2f}"),
+                    Shown.short(other.error),
                 )
+                rows.append((nudge, problem, steps, *shown))
     header = (
         "nudge",
         "problem",
@@ -410,17 +309,10 @@ def judge(result: Result[Config]) -> Verdict:
             f" With the gradient nudge in {close} of {len(other)}, at worst"
             f" {max(case.ratio for case in other):.2g} times."
         )
-    if holds(found):
-        reason = (
-            f"For every seed at most one case is above {LIMIT:g} times the best, and none above"
-            f" {WORST:g}."
-        )
-        return Verdict("reproduced", measured, f"{reason} {_hardest(found)}")
-    reason = (
-        f"For some seed more than one case is above {LIMIT:g} times the best, or one above"
-        f" {WORST:g}."
-    )
-    return Verdict("not", measured, f"{reason} {_hardest(found)}")
+    good = holds(found)
+    some, joined = ("every seed at most", "and none") if good else ("some seed more than", "or one")
+    reason = f"For {some} one case is above {LIMIT:g} times the best, {joined} above {WORST:g}."
+    return Verdict("reproduced" if good else "not", measured, f"{reason} {_hardest(found)}")
 
 
 def _hardest(found: list[Case]) -> str:

@@ -6,17 +6,13 @@ To add an experiment `some-name` (its place in the paper's order is already in
 `lab/tests/tiny_experiments.py` with settings that take a second or two:
 
     @dataclass(frozen=True)
-    class Config:
+    class Config(Settings):  # as it stands: on a GPU, or a long while on a CPU
         steps: tuple[int, ...] = (1, 5, 20)  # JSON values and tuples of them: saved beside the rows
         seeds: int = 5
 
         @classmethod
         def quick(cls) -> Config:  # on two CPU cores, a minute or so
             return cls(seeds=2)
-
-        @classmethod
-        def full(cls) -> Config:  # on a GPU, or a long while on a CPU
-            return cls()
 
     def cells(config: Config) -> list[Cell]:  # independent units of work: flat dicts of scalars
         return [{"method": m, "seed": s} for m in METHODS for s in range(config.seeds)]
@@ -28,7 +24,8 @@ To add an experiment `some-name` (its place in the paper's order is already in
     def draw(result: Result[Config]) -> list[Drawing]:
         figure, axes = style.figure()  # `metanudge_lab.style`: the same look everywhere
         for method in result.distinct("method"):
-            ...result.values("error", method=method, steps=5)...
+            errors = result.spreads("error", "steps", result.config.steps, method=method)
+            style.band(axes, errors, **style.line(method))
         return [Drawing(figure, alt="what the picture shows, in words and numbers")]
 
     def table(result: Result[Config]) -> Table:
@@ -53,11 +50,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
-from metanudge_lab.experiments.spread import Mean, sentence
+from metanudge_lab.experiments.spread import Mean, Spread, sentence, short
 
 if TYPE_CHECKING:
     import torch
@@ -69,22 +67,26 @@ Row = dict[str, Any]  # JSON scalars and lists of them
 Mode = Literal["quick", "full"]
 MODES: tuple[Mode, ...] = ("full", "quick")
 Status = Literal["reproduced", "partly", "not"]
+Statement = tuple[bool, str, str]  # whether it holds, and the words for that and for the contrary
 STATUSES: tuple[Status, ...] = ("reproduced", "partly", "not")
 
 
-class Configuration(Protocol):
-    """A frozen dataclass whose fields are JSON values or tuples of them."""
+class Settings(ABC):
+    """What configurations derive from: frozen dataclasses of JSON values or tuples of them."""
 
     @classmethod
+    @abstractmethod
     def quick(cls) -> Self:
         """A minute or so on two CPU cores."""
 
     @classmethod
     def full(cls) -> Self:
         """What the verdict should rest on."""
+        return cls()
 
 
 C = TypeVar("C")
+X = TypeVar("X")
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Verdict:
         assert self.status in STATUSES, self.status
 
     @classmethod
-    def of(cls, statements: Sequence[tuple[bool, str, str]], measured: str) -> Verdict:
+    def of(cls, statements: Sequence[Statement], measured: str) -> Verdict:
         """From statements: whether each holds, and the words for it where it does and where it does
         not.
 
@@ -122,6 +124,16 @@ class Verdict:
         return cls("not" if wrong else "reproduced", measured, sentence(*(wrong or right)))
 
 
+def status_of(wrong: int, parts: int) -> Status:
+    """The status of a claim of several parts by how many of them do not hold.
+
+    Example:
+        >>> status_of(0, 3), status_of(1, 3), status_of(3, 3)
+        ('reproduced', 'partly', 'not')
+    """
+    return "reproduced" if not wrong else "partly" if wrong < parts else "not"
+
+
 @dataclass(frozen=True)
 class Shown:
     """A value of a table that is sorted by `value` and shown as `text`, such as `Shown(0.951, "95.1
@@ -135,6 +147,21 @@ class Shown:
     def of(cls, found: Mean, digits: int) -> Shown:
         """A mean with its interval."""
         return cls(found.mean, found.text(digits))
+
+    @classmethod
+    def short(cls, value: float) -> Shown:
+        """An error or a loss in two significant digits."""
+        return cls(value, short(value))
+
+    @classmethod
+    def number(cls, value: float, spec: str, after: str = "") -> Shown:
+        """A number in a format, with a word after it; a dash for NaN.
+
+        Example:
+            >>> Shown.number(0.951, ".2f", " (1)").text, Shown.number(math.nan, ".2f").text
+            ('0.95 (1)', '–')
+        """
+        return cls(value, "–" if math.isnan(value) else f"{value:{spec}}{after}")
 
 
 @dataclass(frozen=True)
@@ -247,7 +274,22 @@ class Result(Generic[C]):
 
     def values(self, key: str, **where: Any) -> list[float]:
         """One number per row; NaN where it was not finite."""
-        return [math.nan if row[key] is None else float(row[key]) for row in self.rows(**where)]
+        return numbers(self.rows(**where), key)
+
+    def spread(self, key: str, **where: Any) -> Spread:
+        """Of the values of at least one row."""
+        return Spread.of(self.values(key, **where))
+
+    def along(self, key: str, axis: str, at: Iterable[X], **where: Any) -> dict[X, list[float]]:
+        """The values at each place of an axis that has any."""
+        found = {place: self.values(key, **{axis: place}, **where) for place in at}
+        return {place: values for place, values in found.items() if values}
+
+    def spreads(self, key: str, axis: str, at: Iterable[X], **where: Any) -> dict[X, Spread]:
+        """A curve: their spread at each place."""
+        return {
+            place: Spread.of(values) for place, values in self.along(key, axis, at, **where).items()
+        }
 
     def distinct(self, key: str) -> list[Any]:
         """The values of a key in the order in which they first appear."""
@@ -290,6 +332,11 @@ class Experiment(Generic[C]):
     def configuration(self, mode: Mode) -> C:
         """The config of a mode."""
         return getattr(self.config, mode)()
+
+
+def numbers(rows: Iterable[Row], key: str) -> list[float]:
+    """A number of every row; NaN where it was not finite."""
+    return [math.nan if row[key] is None else float(row[key]) for row in rows]
 
 
 def label(cell: Cell) -> str:

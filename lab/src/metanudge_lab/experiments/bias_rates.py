@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,63 +20,41 @@ from metanudge.params import Params
 from metanudge.problem import Nudge
 from metanudge.solvers import Solver
 from metanudge.testing.inexact import EXACTLY, OffBy
-from metanudge.testing.problems import Setup, log_slope, logistic_regression, mlp, relative_error
-from metanudge_lab import style
+from metanudge.testing.problems import Setup, logistic_regression, mlp, relative_error
 from metanudge_lab.experiments.base import (
     Cell,
-    Drawing,
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
+    status_of,
 )
+from metanudge_lab.experiments.bias_rates_figures import draw
+from metanudge_lab.experiments.power_laws import NOTHING, ORDERS, TANGENT, TOLERANCE, fraction, laws
 from metanudge_lab.experiments.problems import displacements, stable_rate
-from metanudge_lab.experiments.spread import sentence, short
+from metanudge_lab.experiments.spread import sentence
 
 LOGISTIC, PERCEPTRON = "logistic regression", "tanh perceptron"
 PROBLEMS = {
     LOGISTIC: (functools.partial(logistic_regression, tasks=1), 0.5),
     PERCEPTRON: (functools.partial(mlp, features=2, hidden=3, classes=2, tasks=1), 1.0),
 }
-TANGENT = "tangent"
-ORDERS = {name: stencil.order for name, stencil in STENCILS.items()}
-# Where a power law can be seen: below, rounding; above, the next order.
-WINDOWS = {"forward": (1e-4, 1e-2), "symmetric": (1e-3, 3e-2), "five-point": (0.01, 0.05)}
 DELTAS = {"forward": (1e-10, 1e-6), "symmetric": (1e-9, 1e-5), "five-point": (1e-12, 1e-8)}
-TOLERANCE = 0.1
-LOOKS: dict[str, dict[str, Any]] = {
-    "forward": {"color": "#37a3d6", "marker": "s"},
-    "symmetric": {"color": "#1f6fd6", "marker": "o"},
-    "five-point": {"color": "#a0569a", "marker": "X"},
-    TANGENT: {"color": "#7c4dd6", "marker": "^"},
-}
+NUS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full ten minutes on a CPU.
 
     `multiples` are ν over δ^(1/(order + 1)); `deltas` is how many δ, a decade apart from the least
     of each stencil; `draws` how often δ's directions are drawn.
     """
 
-    nus: tuple[float, ...] = (
-        1e-4,
-        2e-4,
-        5e-4,
-        1e-3,
-        2e-3,
-        5e-3,
-        0.01,
-        0.02,
-        0.03,
-        0.05,
-        0.1,
-        0.2,
-        0.3,
-    )
+    nus: tuple[float, ...] = NUS
     multiples: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
     deltas: int = 5
     draws: int = 5
@@ -95,11 +72,6 @@ class Config:
             deltas=3,
             draws=1,
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """Ten minutes on a CPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:
@@ -176,225 +148,19 @@ def _tangents(
     return rows
 
 
-@dataclass(frozen=True)
-class Law:
-    """A fitted power law: the points it was fitted to, its exponent, and the theory's.
-
-    Attributes:
-        x, error: of all points.
-        fitted: places of those that the line goes through.
-        inside: whether every best ν lies inside the scan (always, where nothing was scanned).
-    """
-
-    x: tuple[float, ...]
-    error: tuple[float, ...]
-    fitted: tuple[int, ...]
-    theory: float
-    best_nu: tuple[float, ...] = ()
-    inside: bool = True
-
-    @property
-    def slope(self) -> float:
-        """The exponent; NaN with fewer than two points."""
-        if len(self.fitted) < 2:
-            return math.nan
-        return log_slope([self.x[i] for i in self.fitted], [self.error[i] for i in self.fitted])
-
-    @property
-    def nu_slope(self) -> float:
-        """That of the best ν in δ."""
-        return log_slope(self.x, self.best_nu) if len(self.best_nu) > 1 else math.nan
-
-    @property
-    def holds(self) -> bool:
-        """Whether the exponent is the theory's, within the tolerance."""
-        return self.inside and abs(self.slope - self.theory) <= TOLERANCE
-
-
-def law(result: Result[Config], problem: str, nudge: str, stencil: str, varied: str) -> Law | None:
-    """What the rows of a cell say; None where there are none."""
-    rows = result.rows(problem=problem, nudge=nudge, stencil=stencil, varied=varied)
-    if not rows:
-        return None
-    if varied == "nu":
-        x, low, high = tuple(row["nu"] for row in rows), *WINDOWS[stencil]
-        fitted = tuple(i for i, nu in enumerate(x) if low <= nu <= high)
-        return Law(x, tuple(row["error"] for row in rows), fitted, ORDERS[stencil])
-    groups = [
-        list(group)
-        for _, group in itertools.groupby(
-            sorted(rows, key=lambda row: row["delta"]), key=lambda row: row["delta"]
-        )
-    ]
-    best = [min(group, key=lambda row: float(row["error"])) for group in groups]
-    x, errors = tuple(row["delta"] for row in best), tuple(row["error"] for row in best)
-    if stencil == TANGENT:
-        return Law(x, errors, tuple(range(len(x))), 1.0)
-    multiples = result.config.multiples
-    inside = all(multiples[0] < row["multiple"] < multiples[-1] for row in best)
-    order = ORDERS[stencil]
-    return Law(
-        x,
-        errors,
-        tuple(range(len(x))),
-        order / (order + 1),
-        tuple(row["nu"] for row in best),
-        inside,
-    )
-
-
-def laws(result: Result[Config], varied: str) -> dict[tuple[str, str, str], Law]:
-    """All that could be fitted, by problem, nudge and stencil."""
-    keys = itertools.product(*(result.distinct(key) for key in ("problem", "nudge", "stencil")))
-    found = {(p, n, s): law(result, p, n, s, varied) for p, n, s in keys}
-    return {key: one for key, one in found.items() if one is not None}
-
-
-def draw(result: Result[Config]) -> list[Drawing]:
-    """Error against ν above, against δ below; a column for each problem; solid for the loss nudge,
-    dashed for the gradient nudge.
-    """
-    problems = result.distinct("problem")
-    figure, axes = style.figure(
-        len(problems), 2, width=2.4 + 4.0 * len(problems), height=7.4, squeeze=False
-    )
-    for column, problem in enumerate(problems):
-        for line, varied in enumerate(("nu", "delta")):
-            one = axes[line][column]
-            found = {
-                key[1:]: value for key, value in laws(result, varied).items() if key[0] == problem
-            }
-            for (nudge, stencil), value in found.items():
-                _plot(one, value, LOOKS[stencil], solid=nudge == "loss")
-            _write(one, found)
-            one.set(
-                xscale="log",
-                yscale="log",
-                xlabel=("ν, with exact inner solves", "δ, at the best ν")[line],
-            )
-            one.yaxis.set_minor_formatter("")
-        axes[0][column].set_ylim(bottom=axes[0][column].get_ylim()[0] / 100)
-        axes[0][column].set_title(problem, fontsize=10.5)
-    for line in range(2):
-        axes[line][0].set_ylabel("relative error of the meta-gradient")
-    _legend(figure)
-    return [Drawing(figure, alt=_alt(result))]
-
-
-def _plot(axes: Any, found: Law, look: dict[str, Any], *, solid: bool) -> None:
-    """Points, and the fitted line through those that it was fitted to."""
-    mark = {
-        **look,
-        "markersize": 5.5,
-        "markeredgecolor": look["color"],
-        "markerfacecolor": look["color"] if solid else "none",
-    }
-    axes.plot(found.x, found.error, linestyle="", **mark)
-    x = [found.x[i] for i in found.fitted]
-    if len(x) > 1:
-        centre = math.fsum(math.log(found.error[i]) for i in found.fitted) / len(x)
-        middle = math.fsum(math.log(value) for value in x) / len(x)
-        line = [math.exp(centre + found.slope * (math.log(value) - middle)) for value in x]
-        axes.plot(
-            x, line, color=look["color"], linewidth=1.6, linestyle="-" if solid else (0, (4, 2))
-        )
-
-
-def _write(axes: Any, found: dict[tuple[str, str], Law]) -> None:
-    """The exponents of both nudges, a line for each stencil, in the corner that no curve
-    reaches.
-    """
-    for place, stencil in enumerate(reversed(dict.fromkeys(stencil for _, stencil in found))):
-        text = " | ".join(f"{one.slope:.2f}" for (_, name), one in found.items() if name == stencil)
-        where = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
-        axes.text(
-            0.99,
-            0.02 + 0.065 * place,
-            f"{stencil}  {text}",
-            color=LOOKS[stencil]["color"],
-            fontsize=9,
-            **where,
-        )
-
-
-def _legend(figure: Any) -> None:
-    from matplotlib.lines import Line2D
-
-    powers = {1: "ν", 2: "ν²", 4: "ν⁴"}
-    theory = {name: f"{powers[order]}, δ^{order}/{order + 1}" for name, order in ORDERS.items()} | {
-        TANGENT: "δ"
-    }
-    handles = [
-        Line2D(
-            [], [], linestyle="", markersize=6, label=f"{name}\n(theory: {theory[name]})", **look
-        )
-        for name, look in LOOKS.items()
-    ]
-    handles.append(Line2D([], [], color=style.INK, linewidth=1.6, label="loss nudge"))
-    handles.append(
-        Line2D(
-            [], [], color=style.INK, linewidth=1.6, linestyle=(0, (4, 2)), label="gradient nudge"
-        )
-    )
-    handles.append(
-        Line2D([], [], linestyle="", label="numbers: fitted exponents,\nloss | gradient nudge")
-    )
-    figure.legend(
-        handles=handles,
-        loc="outside right center",
-        frameon=False,
-        fontsize=9,
-        labelcolor=style.INK,
-        labelspacing=1.0,
-    )
-
-
-def _fraction(value: float) -> str:
-    """An order as the paper writes it.
-
-    Example:
-        >>> _fraction(2 / 3), _fraction(4.0)
-        ('2/3', '4')
-    """
-    known = {1 / 2: "1/2", 1 / 3: "1/3", 1 / 5: "1/5", 2 / 3: "2/3", 4 / 5: "4/5"}
-    return known.get(value, f"{value:g}")
-
-
 def table(result: Result[Config]) -> Table:
     """Fitted exponents beside the theory's."""
     by_nu, by_delta = laws(result, "nu"), laws(result, "delta")
-    rows = []
+    rows: list[tuple[str | Shown, ...]] = []
     for key in dict.fromkeys([*by_nu, *by_delta]):
         problem, nudge, stencil = key
-        first, second = by_nu.get(key), by_delta.get(key)
-        rows.append(
-            (
-                problem,
-                f"{stencil}, {nudge} nudge",
-                _exponent(first.slope if first else math.nan, first.theory if first else math.nan),
-                _exponent(
-                    second.slope if second else math.nan, second.theory if second else math.nan
-                ),
-                _exponent(
-                    second.nu_slope if second else math.nan,
-                    1 / (ORDERS[stencil] + 1) if stencil in ORDERS else math.nan,
-                ),
-            )
-        )
-    return Table(
-        (
-            "problem",
-            "estimator",
-            "order in ν (theory)",
-            "order in δ (theory)",
-            "best ν in δ (theory)",
-        ),
-        rows,
-    )
-
-
-def _exponent(slope: float, theory: float) -> Shown:
-    return Shown(slope, "–" if math.isnan(slope) else f"{slope:.3f} ({_fraction(theory)})")
+        found = by_nu.get(key, NOTHING), by_delta.get(key, NOTHING)
+        orders = [Shown.number(one.slope, ".3f", f" ({fraction(one.theory)})") for one in found]
+        power = 1 / (ORDERS[stencil] + 1) if stencil in ORDERS else math.nan
+        best = Shown.number(found[1].nu_slope, ".3f", f" ({fraction(power)})")
+        rows.append((problem, f"{stencil}, {nudge} nudge", *orders, best))
+    orders_of = [f"{what} (theory)" for what in ("order in ν", "order in δ", "best ν in δ")]
+    return Table(("problem", "estimator", *orders_of), rows)
 
 
 def judge(result: Result[Config]) -> Verdict:
@@ -403,7 +169,7 @@ def judge(result: Result[Config]) -> Verdict:
     ours: list[tuple[bool, str]] = []
     for varied, symbol in (("nu", "ν"), ("delta", "δ")):
         for (problem, nudge, stencil), found in laws(result, varied).items():
-            theory = _fraction(found.theory)
+            theory = fraction(found.theory)
             words = (
                 f"{stencil} differences, {nudge} nudge, go as {symbol}^{found.slope:.2f} on the"
                 f" {problem}, not {symbol}^{theory}"
@@ -421,11 +187,7 @@ def judge(result: Result[Config]) -> Verdict:
             measured,
             f"All {len(paper) + len(ours)} exponents are within {TOLERANCE:g} of the theory's.",
         )
-    return Verdict(
-        "reproduced" if not wrong else "partly" if len(wrong) < len(paper) else "not",
-        measured,
-        sentence(*wrong, *others),
-    )
+    return Verdict(status_of(len(wrong), len(paper)), measured, sentence(*wrong, *others))
 
 
 def _measured(result: Result[Config], count: int) -> str:
@@ -450,18 +212,6 @@ def _measured(result: Result[Config], count: int) -> str:
     return (
         f"Over both problems and nudges the errors go as {', '.join(parts)}; the {count} fitted"
         f" exponents are off by {worst:.2g} at most."
-    )
-
-
-def _alt(result: Result[Config]) -> str:
-    parts = []
-    for varied, symbol in (("nu", "ν"), ("delta", "δ")):
-        for (problem, nudge, stencil), found in laws(result, varied).items():
-            ends = f"{short(found.error[0])} to {short(found.error[-1])}"
-            parts.append(f"{problem}, {stencil}, {nudge} nudge: {symbol}^{found.slope:.2f}, {ends}")
-    return (
-        "Relative error of the meta-gradient against ν and δ, logarithmic, with fitted power laws."
-        f" {'; '.join(parts)}."
     )
 
 

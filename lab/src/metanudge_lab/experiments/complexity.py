@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import metanudge as mn
+from metanudge.engine_choice import EngineName
 from metanudge.estimators import Estimator
 from metanudge.solvers import Solver
 from metanudge.tasks import Quadratic
@@ -25,41 +26,43 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
-    Verdict,
 )
 from metanudge_lab.experiments.complexity_figures import costs
+from metanudge_lab.experiments.complexity_verdict import judge
 from metanudge_lab.experiments.spending import (
+    FIVE_POINT,
+    FO_MAML,
+    FORWARD,
     GD,
+    GRADIENT,
+    IMAML,
+    MAML,
     MEMORY,
+    METHODS,
     NESTEROV,
     NEVER,
     PRECISION,
+    REPTILE,
+    SYMMETRIC,
+    TANGENT,
     exponents,
     kappa,
     memory,
     memory_exponent,
     reach,
 )
-from metanudge_lab.experiments.spread import short
 
-MAML, IMAML, FO_MAML, REPTILE = "MAML", "iMAML", "FO-MAML", "Reptile"
-FORWARD, SYMMETRIC, FIVE_POINT = (
-    f"FO-B-MAML {kind}" for kind in ("forward", "symmetric", "five-point")
-)
-GRADIENT, TANGENT = (f"FO-B-MAML {kind}" for kind in ("gradient nudge", "tangent"))
-METHODS = (MAML, IMAML, FORWARD, SYMMETRIC, FIVE_POINT, GRADIENT, TANGENT, FO_MAML, REPTILE)
-BIASED = (FO_MAML, REPTILE)
 # the stencil's own error is then about 1e-6 or less
 NUS = {FORWARD: 1e-6, SYMMETRIC: 1e-3, FIVE_POINT: 0.01, GRADIENT: 1e-3}
 BIAS = {MAML: "1", IMAML: "1", FO_MAML: "0", REPTILE: "0", FORWARD: "1/2", SYMMETRIC: "2/3"}
-NEAR, STRAIGHT = 0.15, 0.98  # exponents within 0.15 of the table's; steps linear in log(1/ε)
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full ten minutes on a CPU.
 
     `conditions` are those of the support objective, c; with λ = 1/c the inner problem's is κ = (c +
     1)/2. Steps grow by a third or a half at a time until the last precision is reached, up to
@@ -86,11 +89,6 @@ class Config:
             memory_steps=(2, 8, 64),
             memory_examples=(50, 200),
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """Ten minutes on a CPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:
@@ -147,7 +145,7 @@ def _until(
     wanted = tolerance if tolerance is not None else min(config.precisions)
     for steps in lengths(config.most_steps):
         learner = problem.learner(estimator(method, tolerance, config.dim), steps)
-        learner.engine = "inplace" if "inplace" in learner.estimator.engines else "stacked"
+        learner.engine = _engine(learner)
         learner.solver = make_solver(solver, problem, steps)
         begun = time.process_time()
         found, stats = learner.meta_gradient(problem.tasks, metrics=False)
@@ -207,6 +205,10 @@ def make_solver(name: str, problem: q.Problem, steps: int) -> Solver:
     return mn.Nesterov(lr=problem.rate, steps=steps, momentum=(root - 1) / (root + 1))
 
 
+def _engine(learner: mn.MetaLearner) -> EngineName:
+    return "inplace" if "inplace" in learner.estimator.engines else "stacked"
+
+
 def _delta(learner: mn.MetaLearner, problem: q.Problem) -> float:
     """‖φ_K − φ*‖ of the un-nudged solve."""
     task = next(iter(problem.tasks))
@@ -226,10 +228,13 @@ def _memory(method: str, config: Config, device: torch.device) -> list[Row]:
     ]:
         model, loss, tasks = _perceptron(examples)
         learner = mn.MetaLearner(
-            model.to(device), loss, lam=2.0, estimator=estimator(method, None, config.dim)
+            model.to(device),
+            loss,
+            lam=2.0,
+            solver=mn.GradientDescent(lr=0.1, steps=steps),
+            estimator=estimator(method, None, config.dim),
         )
-        learner.engine = "inplace" if "inplace" in learner.estimator.engines else "stacked"
-        learner.solver = mn.GradientDescent(lr=0.1, steps=steps)
+        learner.engine = _engine(learner)
         tasks = tasks.to(device)
         learner.meta_gradient(tasks, metrics=False)
         peak = peak_memory(functools.partial(learner.meta_gradient, tasks, metrics=False), device)
@@ -267,23 +272,20 @@ def table(result: Result[Config]) -> Table:
         plain, fast = (exponents(result, method, solver) for solver in (GD, NESTEROV))
         spending = found if found is not None else NEVER
         held = memory(result, method, spending.steps)
+        powers = (
+            (plain.kappa, "1"),
+            (fast.kappa, "1/2"),
+            (fast.log_precision, "1"),
+            (plain.delta, BIAS.get(method, "–")),
+            (memory_exponent(result, method, "steps"), "1" if method == MAML else "0"),
+        )
         rows.append(
             (
                 method,
-                *(_count(value) for value in (spending.gradients, spending.products)),
-                Shown(
-                    spending.seconds,
-                    (
-                        f"{1000 * spending.seconds:.0f}"
-                        if math.isfinite(spending.seconds)
-                        else "never"
-                    ),
-                ),
-                _power(plain.kappa, "1"),
-                _power(fast.kappa, "1/2"),
-                _power(fast.log_precision, "1"),
-                _power(plain.delta, BIAS.get(method, "–")),
-                _power(memory_exponent(result, method, "steps"), "1" if method == MAML else "0"),
+                _count(spending.gradients),
+                _count(spending.products),
+                _count(spending.seconds, 1000),
+                *(Shown.number(value, ".2f", f" ({theory})") for value, theory in powers),
                 Shown(held, f"{held:.0f}" if held >= 100 else f"{held:.3g}"),
             )
         )
@@ -300,140 +302,8 @@ def table(result: Result[Config]) -> Table:
     return Table((*header, "error in δ", "memory in K", "memory at that K, copies of θ"), rows)
 
 
-def _count(value: float) -> Shown:
-    return Shown(value, f"{value:.0f}" if math.isfinite(value) else "never")
-
-
-def _power(value: float, theory: str) -> Shown:
-    return Shown(value, "–" if math.isnan(value) else f"{value:.2f} ({theory})")
-
-
-def judge(result: Result[Config]) -> Verdict:
-    """Table 1, column by column."""
-    return Verdict.of([*_compute(result), *_space(result), *_bias(result)], _measured(result))
-
-
-def _compute(result: Result[Config]) -> list[tuple[bool, str, str]]:
-    """Whether, and the words for it where it is and where it is not."""
-    unbiased = [method for method in result.config.methods if method not in BIASED]
-    found = []
-    for solver, theory in ((GD, 1.0), (NESTEROV, 0.5)):
-        powers = [exponents(result, method, solver).kappa for method in unbiased]
-        low, high = (f"{choose(powers):.2f}" for choose in (min, max))
-        words = (
-            f"the inner steps go as κ to the {low}{f' to {high}' if high != low else ''} with"
-            f" {solver}"
-        )
-        found.append(
-            (
-                all(abs(power - theory) <= NEAR for power in powers),
-                words,
-                f"{words}, not {theory:g}",
-            )
-        )
-    straight = min(
-        exponents(result, method, solver).straight
-        for method in unbiased
-        for solver in result.config.solvers
-    )
-    words = f"linear in log(1/ε) (R² of at least {straight:.3f})"
-    found.append((straight > STRAIGHT, f"they are {words}", f"they are not {words}"))
-    second = {
-        m: max(result.values("products", what=PRECISION, method=m))
-        for m in result.config.methods
-        if m not in (MAML, IMAML, TANGENT)
-    }
-    words = "Hessian products are needed by MAML, iMAML and the tangent stencil only"
-    found.append((not any(second.values()), words, f"not so: {words}"))
-    plateaus = {
-        method: _plateau(result, method) for method in BIASED if method in result.config.methods
-    }
-    first = max(result.config.precisions)
-    numbers = ", ".join(f"{method} {short(value)}" for method, value in plateaus.items())
-    stuck = all(value > first for value in plateaus.values())
-    found.append(
-        (
-            stuck,
-            f"FO-MAML and Reptile reach no precision, at best {numbers}",
-            f"FO-MAML or Reptile get below {first:g} ({numbers})",
-        )
-    )
-    return found
-
-
-def _space(result: Result[Config]) -> list[tuple[bool, str, str]]:
-    maml = memory_exponent(result, MAML, "steps")
-    flat = {m: memory_exponent(result, m, "steps") for m in result.config.methods if m != MAML}
-    ours, plain = (memory(result, method) for method in (SYMMETRIC, FO_MAML))
-    growth = memory_exponent(result, SYMMETRIC, "examples")
-    return [
-        (
-            maml > 1 - NEAR and max(flat.values()) < 0.05,
-            (
-                f"MAML's memory goes as K to the {maml:.2f}, no other's faster than K to the"
-                f" {max(flat.values()):.2f}"
-            ),
-            (
-                f"memory goes as K to the {maml:.2f} with MAML and up to {max(flat.values()):.2f}"
-                " with others"
-            ),
-        ),
-        (
-            ours < 1.1 * plain,
-            f"FO-B-MAML's ({ours:.3g} copies of θ) is FO-MAML's ({plain:.3g})",
-            f"FO-B-MAML needs {ours:.3g} copies of θ, FO-MAML {plain:.3g}",
-        ),
-        (
-            growth < 0.05,
-            "it does not depend on the number of examples",
-            (
-                "Mem(θ) is not all of it: like a training step's it goes as the number of examples"
-                f" to the {growth:.2f} (one backward pass)"
-            ),
-        ),
-    ]
-
-
-def _bias(result: Result[Config]) -> list[tuple[bool, str, str]]:
-    powers = {method: exponents(result, method, GD).delta for method in result.config.methods}
-    second = {method: powers[method] for method in (MAML, IMAML) if method in powers}
-    numbers = ", ".join(f"{method} {power:.2f}" for method, power in second.items())
-    found = [
-        (
-            all(abs(power - 1) <= NEAR for power in second.values()),
-            f"the error goes as δ ({numbers})",
-            f"the error does not go as δ ({numbers})",
-        )
-    ]
-    for method, bound, name in ((FORWARD, 1 / 2, "√δ"), (SYMMETRIC, 2 / 3, "δ^2/3")):
-        if method in powers:
-            words = f"{method} as δ^{powers[method]:.2f}, no worse than the bound {name}"
-            found.append(
-                (
-                    powers[method] > bound - NEAR,
-                    words,
-                    f"{method} goes as δ^{powers[method]:.2f}, worse than {name}",
-                )
-            )
-    return found
-
-
-def _plateau(result: Result[Config], method: str) -> float:
-    return min(result.values("error", what=PRECISION, method=method))
-
-
-def _measured(result: Result[Config]) -> str:
-    last, largest = min(result.config.precisions), max(result.config.conditions)
-    parts = []
-    for method in result.config.methods:
-        found = reach(result, method, NESTEROV, largest, last)
-        if found is not None and math.isfinite(found.steps):
-            products = f" and {found.products:.0f} Hessian products" if found.products else ""
-            parts.append(f"{method} {found.gradients:.0f} gradients{products}")
-    return (
-        f"To an error of {last:g} at κ = {kappa(largest):g} with Nesterov's method:"
-        f" {', '.join(parts)}."
-    )
+def _count(value: float, unit: float = 1) -> Shown:
+    return Shown(value, f"{unit * value:.0f}" if math.isfinite(value) else "never")
 
 
 EXPERIMENT = Experiment(

@@ -97,23 +97,11 @@ def _steps(result: Result[Any], method: str, solver: str, condition: float) -> f
 def _legend(figure: Any, result: Result[Any]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], **look(method)) for method in result.distinct("method")]
-    handles.append(
-        Line2D([], [], color=style.INK, linewidth=1.5, label="lower left: gradient descent")
-    )
-    handles.append(
-        Line2D(
-            [],
-            [],
-            color=style.INK,
-            linewidth=1.5,
-            linestyle=(0, (2, 1.5)),
-            label="lower left: Nesterov",
-        )
-    )
-    figure.legend(
-        handles=handles, loc="outside right center", frameon=False, fontsize=9, labelcolor=style.INK
-    )
+    line: dict[str, Any] = {"color": style.INK, "linewidth": 1.5}
+    looks = [look(method) for method in result.distinct("method")]
+    looks.append({**line, "label": "lower left: gradient descent"})
+    looks.append({**line, "linestyle": (0, (2, 1.5)), "label": "lower left: Nesterov"})
+    style.figure_legend(figure, [Line2D([], [], **one) for one in looks])
 
 
 def look(method: str) -> dict[str, Any]:

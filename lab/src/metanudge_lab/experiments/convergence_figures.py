@@ -5,11 +5,19 @@ grows.
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 from metanudge_lab import style
 from metanudge_lab.experiments.base import Drawing, Result
+from metanudge_lab.experiments.convergence_rows import (
+    EXPONENTIAL,
+    FLOOR,
+    LINEAR,
+    QUARTIC,
+    RIPPLED,
+    STEEPNESS,
+    count_of,
+)
 from metanudge_lab.experiments.meta_optimizers import (
     ADAM,
     CLIPPED,
@@ -20,13 +28,13 @@ from metanudge_lab.experiments.meta_optimizers import (
     best,
 )
 from metanudge_lab.experiments.smoothness import PAIRS, PATH, PROOF
-from metanudge_lab.experiments.spread import Spread, short
+from metanudge_lab.experiments.spread import short
 
 TITLES = {
-    "exponential": "outer loss grows\nexponentially",
-    "quartic": "outer loss grows\nlike r⁴",
-    "rippled": "rippled inner loss\n(Proposition 3)",
-    "linear": "outer loss grows\nlinearly (control)",
+    EXPONENTIAL: "outer loss grows\nexponentially",
+    QUARTIC: "outer loss grows\nlike r⁴",
+    RIPPLED: "rippled inner loss\n(Proposition 3)",
+    LINEAR: "outer loss grows\nlinearly (control)",
 }
 LOOKS: dict[str, dict[str, Any]] = {
     GD: {"color": "#d1495b", "marker": "v", "linestyle": (0, (4, 1.5)), "zorder": 3},
@@ -54,24 +62,14 @@ def runs(result: Result[Any]) -> Drawing:
             one.set_xscale("symlog", linthresh=1)
             style.plain_ticks(one.xaxis)
             for optimizer in (name for name in OPTIMIZERS if name in result.distinct("what")):
-                rows = result.rows(problem=problem, what=optimizer, sampled=sampled, kind="curve")
-                if not rows:
+                where = {"problem": problem, "what": optimizer, "sampled": sampled, "kind": "curve"}
+                steps = sorted({row["step"] for row in result.rows(**where)})
+                if not steps:
                     continue
-                steps = sorted({row["step"] for row in rows})
-                found = [
-                    (row["step"], math.nan if row["norm"] is None else row["norm"]) for row in rows
-                ]
-                norms = [
-                    Spread.of([norm for at, norm in found if at == step]).median for step in steps
-                ]
-                one.plot(
-                    steps,
-                    norms,
-                    markevery=0.17,
-                    markersize=4.5,
-                    label=optimizer,
-                    **{"linewidth": 1.7, **LOOKS[optimizer]},
-                )
+                curve = result.spreads("norm", "step", steps, **where)
+                look = {"linewidth": 1.7, "markevery": 0.17, "markersize": 4.5, "label": optimizer}
+                medians = [spread.median for spread in curve.values()]
+                one.plot(steps, medians, **{**look, **LOOKS[optimizer]})
             if one.lines:
                 one.axhline(
                     result.config.epsilon, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2))
@@ -94,52 +92,7 @@ def growth(result: Result[Any]) -> Drawing:
         len(problems), 2, width=1.2 + 2.7 * len(problems), height=5.8, squeeze=False
     )
     for column, problem in enumerate(problems):
-        above, below = axes[0][column], axes[1][column]
-        seed = result.rows(problem=problem, kind=PATH)[0]["seed"]
-        rows = result.rows(problem=problem, kind=PATH, seed=seed)
-        path = sorted(
-            (row["norm"], row["curvature"]) for row in rows if row["norm"] >= result.config.epsilon
-        ) or [(row["norm"], row["curvature"]) for row in rows]
-        above.plot(
-            *zip(*path, strict=True),
-            linestyle="",
-            marker="o",
-            markersize=4,
-            color="#1f6fd6",
-            label="along the path",
-        )
-        (proof,) = result.rows(problem=problem, kind=PROOF, seed=seed)
-        least, most = path[0][0], path[-1][0]
-        norms = [least * (most / least) ** (place / 60) for place in range(61)]
-        text = (
-            f"{proof['flat']:.2g} + {proof['steep']:.2g}‖∇F‖"
-            if proof["steep"]
-            else f"{proof['flat']:.2g}"
-        )
-        above.plot(
-            norms,
-            [proof["flat"] + proof["steep"] * norm for norm in norms],
-            color="#e07b00",
-            linewidth=1.6,
-            label=text,
-        )
-        pairs = sorted(
-            (row["distance"], row["ratio"])
-            for row in result.rows(problem=problem, kind=PAIRS, seed=seed)
-        )
-        below.plot(
-            *zip(*pairs, strict=True), color="#d1495b", marker="s", markersize=4.5, linewidth=1.6
-        )
-        below.axhline(1.0, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2)))
-        for one in (above, below):
-            one.set(xscale="log", yscale="log")
-        below.set_ylim(0.05, max(10.0, below.get_ylim()[1]))
-        for axis in (above.xaxis, above.yaxis, below.xaxis, below.yaxis):
-            style.short_ticks(axis)
-        style.legend(above, beside=False, fontsize=8)
-        above.set_title(TITLES[problem], fontsize=10)
-        above.set_xlabel("‖∇F‖")
-        below.set_xlabel("‖θ′ − θ*‖, θ* the minimiser")
+        _growth_of(result, problem, axes[0][column], axes[1][column])
     axes[0][0].set_ylabel("‖∇²F‖")
     axes[1][0].set_ylabel("‖∇F(θ′) − ∇F(θ*)‖ over\nmin(ℒ(θ′), ℒ(θ*)) ‖θ′ − θ*‖")
     ends = [
@@ -151,6 +104,34 @@ def growth(result: Result[Any]) -> Drawing:
         " form's ratio, at most"
     )
     return Drawing(figure, alt=f"{text} {', '.join(ends)}.", suffix="smoothness")
+
+
+def _growth_of(result: Result[Any], problem: str, above: Any, below: Any) -> None:
+    seed = result.rows(problem=problem, kind=PATH)[0]["seed"]
+    where = {"problem": problem, "seed": seed}
+    points = [(row["norm"], row["curvature"]) for row in result.rows(kind=PATH, **where)]
+    path = sorted(point for point in points if point[0] >= result.config.epsilon) or points
+    dots: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 4, "color": "#1f6fd6"}
+    above.plot(*zip(*path, strict=True), **dots, label="along the path")
+    (proof,) = result.rows(kind=PROOF, **where)
+    least, most = path[0][0], path[-1][0]
+    norms = [least * (most / least) ** (place / 60) for place in range(61)]
+    bound = [proof["flat"] + proof["steep"] * norm for norm in norms]
+    text = f"{proof['flat']:.2g}" + (f" + {proof['steep']:.2g}‖∇F‖" if proof["steep"] else "")
+    above.plot(norms, bound, color="#e07b00", linewidth=1.6, label=text)
+    pairs = sorted((row["distance"], row["ratio"]) for row in result.rows(kind=PAIRS, **where))
+    line: dict[str, Any] = {"marker": "s", "markersize": 4.5, "linewidth": 1.6}
+    below.plot(*zip(*pairs, strict=True), color="#d1495b", **line)
+    below.axhline(1.0, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2)))
+    for one in (above, below):
+        one.set(xscale="log", yscale="log")
+    below.set_ylim(0.05, max(10.0, below.get_ylim()[1]))
+    for axis in (above.xaxis, above.yaxis, below.xaxis, below.yaxis):
+        style.short_ticks(axis)
+    style.legend(above, beside=False, fontsize=8)
+    above.set_title(TITLES[problem], fontsize=10)
+    above.set_xlabel("‖∇F‖")
+    below.set_xlabel("‖θ′ − θ*‖, θ* the minimiser")
 
 
 def starts(result: Result[Any]) -> Drawing:
@@ -167,7 +148,7 @@ def starts(result: Result[Any]) -> Drawing:
     ends = []
     for optimizer in (GD, CLIPPED, SNGDM):
         rows = sorted(
-            result.rows(kind="steepness", optimizer=optimizer), key=lambda row: float(row["start"])
+            result.rows(kind=STEEPNESS, optimizer=optimizer), key=lambda row: float(row["start"])
         )
         found = [(row["start"], row["last"]) for row in rows if row["last"] is not None]
         if found:
@@ -193,9 +174,9 @@ def floors(result: Result[Any]) -> Drawing:
     figure, axes = style.figure(height=3.6)
     ends = []
     for stencil in (
-        name for name in ("forward", "symmetric") if result.rows(kind="floor", stencil=name)
+        name for name in ("forward", "symmetric") if result.rows(kind=FLOOR, stencil=name)
     ):
-        rows = sorted(result.rows(kind="floor", stencil=stencil), key=lambda row: float(row["nu"]))
+        rows = sorted(result.rows(kind=FLOOR, stencil=stencil), key=lambda row: float(row["nu"]))
         nus, look = [row["nu"] for row in rows], style.line(f"FO-B-MAML {stencil}")
         axes.plot(
             nus,
@@ -231,8 +212,3 @@ def _alt(result: Result[Any]) -> str:
         f"Norm of the meta-gradient against meta-steps, logarithmic, {ways}. To"
         f" {result.config.epsilon:g}: {'; '.join(parts)}."
     )
-
-
-def count_of(steps: float, result: Result[Any]) -> str:
-    """A number of steps in words, where it may not have been reached."""
-    return f"{steps:.0f}" if math.isfinite(steps) else f"more than {result.config.steps}"

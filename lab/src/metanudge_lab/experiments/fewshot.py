@@ -4,23 +4,27 @@ on others.
 
 from __future__ import annotations
 
-import gc
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+import importlib.util
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import metanudge as mn
 from metanudge.estimators import Estimator
-from metanudge.task import TaskBatch
+from metanudge.evaluation import ci95
 from metanudge.tasks import Episodes
-from metanudge.tasks.ahead import Ahead
 from metanudge.tasks.episodes import Split
+from metanudge.training.loop import Course, Trainer
 from metanudge_lab.experiments import methods as m
+from metanudge_lab.experiments.base import Row
+from metanudge_lab.experiments.working import Diary, working_folder
 
 AT_ONCE = 100  # tasks evaluated side by side
+CHECKPOINT_EVERY = 1000  # meta-steps, of which a crash may cost as many
 
 
 @dataclass(frozen=True)
@@ -41,19 +45,16 @@ class Recipe:
     tasks: int = 16
     cosine: bool = False
 
-    def rate_at(self, iteration: int) -> float:
-        """The meta-learning rate of the meta-step that comes after so many.
+    @property
+    def rates(self) -> dict[str, float]:
+        """Both learning rates, as they stand in a row."""
+        return {"inner": self.inner, "rate": self.rate}
 
-        Example:
-            >>> [round(Recipe(0.1, 1.0, 4, cosine=cosine).rate_at(2), 6)
-            ...     for cosine in (False, True)]
-            [1.0, 0.5]
-        """
-        return (
-            self.rate * (1 + math.cos(math.pi * iteration / self.iterations)) / 2
-            if self.cosine
-            else self.rate
-        )
+    @property
+    def course(self) -> Course:
+        """For the trainer."""
+        schedule: Literal["cosine", "constant"] = "cosine" if self.cosine else "constant"
+        return Course(self.iterations, self.tasks, schedule, checkpoint_every=CHECKPOINT_EVERY)
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Trial:
     estimator.
 
     Learners are kept by their inner learning rate: on a GPU each has recorded its meta-step.
+    `seconds` are those of the meta-steps of the training that is going on, or was the last.
     """
 
     model: nn.Module
@@ -72,6 +74,7 @@ class Trial:
     regression: bool = False
     _initial: dict[str, Tensor] = field(init=False)
     _learners: dict[float, mn.MetaLearner] = field(init=False, default_factory=dict)
+    seconds: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self._initial = {
@@ -95,32 +98,45 @@ class Trial:
         *,
         at: Collection[int] = (),
         see: Callable[[int, mn.MetaLearner], None] | None = None,
+        rows: list[Row] | None = None,
     ) -> bool:
         """Meta-train from the initial weights; whether every gradient was finite.
+
+        A long training of a cell that is measured again after a crash goes on from its last
+        checkpoint.
 
         Args:
             recipe: how.
             at: after which iterations (0 is before the first) to call `see`; the calls end where
                 training diverges.
             see: gets the iteration and the learner.
+            rows: what `see` adds rows to. They are kept with the checkpoints; without them, a
+                training that is seen is not.
         """
         learner = self.learner(recipe.inner)
-        optimizer = torch.optim.Adam(
-            learner.parameters(), lr=recipe.rate, fused=learner.problem().device.type == "cuda"
-        )
-        batches = _stream(self.source, recipe)
-        if see is not None and 0 in at:
-            see(0, learner)
-        for iteration, tasks in enumerate(batches, 1):
-            optimizer.param_groups[0]["lr"] = recipe.rate_at(iteration - 1)
-            optimizer.zero_grad()
-            try:
-                learner.backward(tasks, metrics=False)
-            except mn.NonFiniteError:
-                return False
-            optimizer.step()
-            if see is not None and iteration in at:
-                see(iteration, learner)
+        fused = learner.problem().device.type == "cuda"
+        optimizer = torch.optim.Adam(learner.parameters(), lr=recipe.rate, fused=fused)
+        folder = _checkpoints(recipe) if see is None or rows is not None else None
+        trainer = Trainer(learner, self.source, optimizer, recipe.course, folder=folder)
+        file = None if folder is None else folder.parent / "diary.json"
+        diary = Diary([] if rows is None else rows, file, trainer.step)
+
+        def note(step: int, values: object = None) -> None:
+            diary.seconds += trainer.seconds
+            self.seconds = diary.seconds
+            seen = see is not None and step in at
+            if seen and see is not None:
+                see(step, learner)
+            if seen or step % CHECKPOINT_EVERY == 0:
+                diary.write(step)
+
+        trainer.on_step = note
+        if trainer.step == 0:
+            note(0)
+        try:
+            trainer.run()
+        except mn.NonFiniteError:
+            return False
         return True
 
     def scores(
@@ -144,20 +160,18 @@ class Trial:
         return float(self.scores(recipe, split=split, tasks=tasks)[0].mean())
 
 
-def _stream(source: Episodes, recipe: Recipe) -> Iterator[TaskBatch]:
-    """The tasks of all meta-steps; for a GPU drawn ahead."""
-    if source.device.type != "cuda":
-        yield from source.batches(size=recipe.tasks, count=recipe.iterations)
-        return
-    ahead, size = Ahead(source), recipe.tasks
-    try:
-        for step in range(recipe.iterations):
-            yield ahead.batch(
-                range(step * size, (step + 1) * size),
-                then=range((step + 1) * size, (step + 2) * size),
-            )
-    finally:  # also where training diverges and nobody asks for the rest
-        ahead.close()
+def _checkpoints(recipe: Recipe) -> Path | None:
+    """Where the checkpoints of a training go; None where it is too short for any, or where none
+    could be read again.
+    """
+    place = working_folder()
+    readable = importlib.util.find_spec("safetensors") is not None
+    if place is None or recipe.iterations <= CHECKPOINT_EVERY or not readable:
+        return None
+    name = f"{recipe.iterations}-steps-inner-{recipe.inner:g}-meta-{recipe.rate:g}"
+    folder = place / name / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def accuracies(
@@ -202,13 +216,30 @@ def summary(found: Tensor) -> dict[str, float]:
     """
     return {
         "accuracy": float(found.mean()),
-        "ci95": float(1.96 * found.std() / math.sqrt(len(found))),
+        "ci95": ci95(found),
     }
+
+
+class Search(NamedTuple):
+    """The best recipe (with its own number of iterations), and all that were tried with their
+    accuracies.
+    """
+
+    best: Recipe
+    tried: list[Recipe]
+    scores: list[float]
+
+    def rows(self, kind: str, length: str = "iteration") -> list[Row]:
+        """What was tried, as rows; `length` is the key of the number of iterations."""
+        return [
+            {"kind": kind, **one.rates, length: one.iterations, "accuracy": score}
+            for one, score in zip(self.tried, self.scores, strict=True)
+        ]
 
 
 def best_recipe(
     trial: Trial, recipes: list[Recipe], rounds: tuple[int, ...], *, keep: int, tasks: int
-) -> tuple[Recipe, list[Recipe], list[float]]:
+) -> Search:
     """The recipe with the highest validation accuracy, found in rounds of growing length of which
     only the best few reach the next.
 
@@ -218,10 +249,6 @@ def best_recipe(
         rounds: iterations of each round.
         keep: how many go on to the next round.
         tasks: validation tasks.
-
-    Returns:
-        the best recipe (with its own number of iterations), and all that were tried with their
-        accuracies.
     """
     tried: list[Recipe] = []
     scores: list[float] = []
@@ -236,13 +263,4 @@ def best_recipe(
             scores += found
             order = sorted(range(len(left)), key=lambda i: -found[i])
             left = [left[i] for i in order[: keep if number < len(rounds) - 1 else 1]]
-    return left[0], tried, scores
-
-
-def release(device: torch.device) -> None:
-    """Give back what earlier runs held on a GPU: recorded meta-steps keep their memory until they
-    are collected.
-    """
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    return Search(left[0], tried, scores)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
@@ -34,8 +36,11 @@ RIVALS = {q.IMAML_2: "2", q.IMAML_5: "5"}
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement; λ and ν as in `metanudge_lab.experiments.quadratics`."""
+class Config(Settings):
+    """Sizes of the measurement; λ and ν as in `metanudge_lab.experiments.quadratics`.
+
+    In full five minutes on one core.
+    """
 
     steps: tuple[int, ...] = (1, 2, 5, 10, 20, 30, 40, 50, 70, 100, 200)
     lams: tuple[float, ...] = (q.LAM, 5 * q.LAM)
@@ -49,11 +54,6 @@ class Config:
         """Half a minute."""
         return cls(steps=(1, 5, 20, 50, 100), tasks=8, seeds=2)
 
-    @classmethod
-    def full(cls) -> Config:
-        """Five minutes on one core."""
-        return cls()
-
 
 def methods(nu: float, *, seed: int = 0) -> dict[str, Estimator]:
     """Those of the figure, and the symmetric stencil whose nudged solves go on from the un-nudged
@@ -63,11 +63,7 @@ def methods(nu: float, *, seed: int = 0) -> dict[str, Estimator]:
     ours = {
         name: estimator for name, estimator in found.items() if isinstance(estimator, mn.FOBMAML)
     }
-    return {
-        **ours,
-        WARM: mn.FOBMAML(nu=nu, start="solution"),
-        **{name: found[name] for name in found if name not in ours},
-    }
+    return {**ours, WARM: mn.FOBMAML(nu=nu, start="solution"), **found}
 
 
 def cells(config: Config) -> list[Cell]:
@@ -117,19 +113,8 @@ def _draw_errors(result: Result[Config]) -> Drawing:
     )
     for one, lam in zip(axes[0], lams, strict=True):
         for method in result.distinct("method"):
-            steps, spreads = _curve(result, method, lam)
-            look = style.line(method)
-            one.plot(
-                steps, [s.median for s in spreads], **look, zorder=3 if method == q.SYMMETRIC else 2
-            )
-            one.fill_between(
-                steps,
-                [s.low for s in spreads],
-                [s.high for s in spreads],
-                color=look["color"],
-                alpha=0.13,
-                linewidth=0,
-            )
+            look = {**style.line(method), "zorder": 3 if method == q.SYMMETRIC else 2}
+            style.band(one, _curve(result, method, lam), **look)
         one.set(xscale="log", yscale="log", xlabel="inner steps K", title=f"λ = {lam:g}")
         one.set_ylim(bottom=1e-9)
         style.plain_ticks(one.xaxis)
@@ -139,28 +124,22 @@ def _draw_errors(result: Result[Config]) -> Drawing:
 
 
 def _draw_parts(result: Result[Config]) -> Drawing:
-    lam, shown = (
-        result.distinct("lam")[0],
-        [method for method in SPLIT if result.rows(method=method, lam=result.distinct("lam")[0])],
-    )
+    lam = result.distinct("lam")[0]
+    shown = [method for method in SPLIT if result.rows(method=method, lam=lam)]
     figure, axes = style.figure(
         len(shown), width=1.6 + 2.6 * len(shown), height=3.7, sharey=True, squeeze=False
     )
-    looks = {"inner": ("#d1495b", "o"), "linear": ("#e0a100", "s"), "nu": ("#7c4dd6", "^")}
+    parts = {"inner": ("#d1495b", "o"), "linear": ("#e0a100", "s"), "nu": ("#7c4dd6", "^")}
+    thin: dict[str, Any] = {"markersize": 4, "linewidth": 1.3}
     for one, method in zip(axes[0], shown, strict=True):
-        steps, spreads = _curve(result, method, lam)
-        one.plot(steps, [s.median for s in spreads], color=style.INK, linewidth=2.2, label="error")
-        for part, (colour, marker) in looks.items():
-            _, values = _curve(result, method, lam, f"part_{part}")
-            one.plot(
-                steps,
-                [s.median for s in values],
-                color=colour,
-                marker=marker,
-                markersize=4,
-                linewidth=1.3,
-                label=PARTS[part],
-            )
+        looks = {"error": {"color": style.INK, "linewidth": 2.2, "label": "error"}}
+        looks |= {
+            f"part_{part}": {"color": colour, "marker": marker, "label": PARTS[part], **thin}
+            for part, (colour, marker) in parts.items()
+        }
+        for key, look in looks.items():
+            curve = _curve(result, method, lam, key)
+            one.plot(list(curve), [spread.median for spread in curve.values()], **look)
         one.set(xscale="log", yscale="log", xlabel="inner steps K")
         one.set_title(method, fontsize=10)
         one.set_ylim(1e-6, 3)
@@ -187,17 +166,9 @@ def table(result: Result[Config]) -> Table:
         for method in result.distinct("method"):
             found = [result.values("error", method=method, lam=lam, steps=steps) for steps in shown]
             if all(found):
-                cosine = Spread.of(
-                    result.values("cosine", method=method, lam=lam, steps=last)
-                ).median
-                rows.append(
-                    (
-                        method,
-                        lam,
-                        *(_shown(Spread.of(values).median) for values in found),
-                        Shown(cosine, f"{cosine:.4f}"),
-                    )
-                )
+                errors = [Shown.short(Spread.of(values).median) for values in found]
+                cosine = _median(result, "cosine", method, lam, last)
+                rows.append((method, lam, *errors, Shown.number(cosine, ".4f")))
     return Table(
         ("method", "λ", *(f"error, K = {steps}" for steps in shown), f"cosine, K = {last}"), rows
     )
@@ -296,7 +267,7 @@ def _standing(result: Result[Config], ours: str, lam: float) -> str:
 
 
 def _median(result: Result[Config], key: str, method: str, lam: float, steps: int) -> float:
-    return Spread.of(result.values(key, method=method, lam=lam, steps=steps)).median
+    return result.spread(key, method=method, lam=lam, steps=steps).median
 
 
 def _split_at(result: Result[Config]) -> int:
@@ -356,22 +327,16 @@ def _behind(steps: tuple[int, ...], ours: list[float], theirs: list[float]) -> l
 
 def _medians(result: Result[Config], lam: float) -> dict[str, list[float]]:
     return {
-        method: [spread.median for spread in _curve(result, method, lam)[1]]
+        method: [spread.median for spread in _curve(result, method, lam).values()]
         for method in result.distinct("method")
     }
 
 
 def _curve(
     result: Result[Config], method: str, lam: float, key: str = "error"
-) -> tuple[list[int], list[Spread]]:
-    """Steps and the errors' spread over the seeds."""
-    by_steps = [
-        (steps, result.values(key, method=method, lam=lam, steps=steps))
-        for steps in result.config.steps
-    ]
-    return [steps for steps, values in by_steps if values], [
-        Spread.of(values) for _, values in by_steps if values
-    ]
+) -> dict[int, Spread]:
+    """The spread over the seeds for every number of steps."""
+    return result.spreads(key, "steps", result.config.steps, method=method, lam=lam)
 
 
 def _falls(errors: list[float]) -> bool:
@@ -386,20 +351,12 @@ def _still_falls(errors: list[float]) -> bool:
     return len(errors) > 1 and errors[-1] < 0.75 * errors[-2]
 
 
-def _shown(error: float) -> Shown:
-    return Shown(error, short(error))
-
-
 def _alt(result: Result[Config]) -> str:
     last, lam = result.config.steps[-1], result.config.lams[0]
-    found = {
-        method: result.values("error", method=method, lam=lam, steps=last)
-        for method in result.distinct("method")
-    }
     ends = ", ".join(
-        f"{method} {_shown(Spread.of(values).median).text}"
-        for method, values in found.items()
-        if values
+        f"{method} {short(_median(result, 'error', method, lam, last))}"
+        for method in result.distinct("method")
+        if result.rows(method=method, lam=lam, steps=last)
     )
     return (
         f"Relative error of the meta-gradient against inner steps, both logarithmic. After {last}"

@@ -5,7 +5,6 @@ they are, against λ.
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,11 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
+    numbers,
 )
 from metanudge_lab.experiments.problems import landscape
 from metanudge_lab.experiments.spread import Spread, sentence
@@ -83,8 +84,8 @@ LEARNED: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement; λ in the paper's units."""
+class Config(Settings):
+    """Sizes of the measurement; λ in the paper's units. In full ten minutes on a CPU."""
 
     lams: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0)
     problems: tuple[str, ...] = tuple(TITLES)
@@ -107,11 +108,6 @@ class Config:
             tasks=4,
             seeds=1,
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """Ten minutes on a CPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:
@@ -225,16 +221,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
             (beside, "condition", CONDITION),
             (below, "outer_loss", OUTER),
         ):
-            lams, spreads = _curve(result, name, key)
-            one.plot(lams, [s.median for s in spreads], **look)
-            one.fill_between(
-                lams,
-                [s.low for s in spreads],
-                [s.high for s in spreads],
-                color=look["color"],
-                alpha=0.13,
-                linewidth=0,
-            )
+            style.band(one, _curve(result, name, key), **look)
         beside.set_yscale("log")
         beside.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         style.plain_ticks(beside.yaxis)
@@ -254,10 +241,9 @@ def draw(result: Result[Config]) -> list[Drawing]:
 
 
 def _mark(above: Any, below: Any, result: Result[Config], name: str) -> None:
-    rows = result.rows(problem=name, kind="learned")
-    if not rows:
+    if not result.rows(problem=name, kind="learned"):
         return
-    lam, loss = (Spread.of(_numbers(rows, key)).median for key in ("lam", "outer_loss"))
+    lam, loss = (_learned(result, name, key) for key in ("lam", "outer_loss"))
     for axes in (above, below):
         axes.axvline(lam, color=LEARNED["color"], linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
     below.plot([lam], [loss], **LEARNED)
@@ -267,14 +253,7 @@ def _legend(figure: Any) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], **look) for look in (DISTANCE, CONDITION, OUTER, LEARNED)]
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-        fontsize=9,
-        labelcolor=style.INK,
-    )
+    style.figure_legend(figure, handles, loc="outside lower center", ncols=4)
 
 
 def table(result: Result[Config]) -> Table:
@@ -288,11 +267,11 @@ def table(result: Result[Config]) -> Table:
                 if lam is None or row["lam"] == lam
             ]
             if found:
-                medians = [Spread.of(_numbers(found, key)).median for key in ("lam", *COLUMNS)]
-                shown = Shown(
-                    medians[0], f"{medians[0]:.3g}" + (" (learned)" if kind == "learned" else "")
+                first, *others = (
+                    Spread.of(numbers(found, key)).median for key in ("lam", *COLUMNS)
                 )
-                rows.append((name, shown, *(Shown(value, f"{value:.3g}") for value in medians[1:])))
+                shown = Shown.number(first, ".3g", " (learned)" if kind == "learned" else "")
+                rows.append((name, shown, *(Shown.number(value, ".3g") for value in others)))
     return Table(("problem", "λ", *COLUMNS.values()), rows)
 
 
@@ -304,7 +283,7 @@ def judge(result: Result[Config]) -> Verdict:
     for name, (key, words) in itertools.product(
         result.config.problems, (("distance", "distance"), ("condition", "condition number"))
     ):
-        _, spreads = _curve(result, name, key)
+        spreads = _curve(result, name, key).values()
         if not all(after.median < before.median for before, after in itertools.pairwise(spreads)):
             wrong.append(f"the {words} does not fall with every increase of λ ({name})")
     conditions, distances = (_ends(result, SAME, key) for key in ("condition", "distance"))
@@ -331,8 +310,8 @@ def _falls_short(result: Result[Config], name: str) -> str | None:
     """Words for a learned λ that some λ of the grid beats, by more than a share of what λ makes of
     a difference at all.
     """
-    _, grid = _curve(result, name, "outer_loss")
-    learned = Spread.of(_numbers(result.rows(problem=name, kind="learned"), "outer_loss")).median
+    grid = _curve(result, name, "outer_loss").values()
+    learned = _learned(result, name, "outer_loss")
     lowest, highest = (choose(s.median for s in grid) for choose in (min, max))
     if learned <= lowest + REACHED * (highest - lowest):
         return None
@@ -346,10 +325,7 @@ def _measured(result: Result[Config]) -> str:
     condition, distance = (_ends(result, SAME, key) for key in ("condition", "distance"))
     steps = _ends(result, SAME, "inner_steps")
     low, high = result.config.lams[0], result.config.lams[-1]
-    learned = [
-        f"{Spread.of(_numbers(result.rows(problem=n, kind='learned'), 'lam')).median:.2g} ({n})"
-        for n in result.config.problems
-    ]
+    learned = [f"{_learned(result, name, 'lam'):.2g} ({name})" for name in result.config.problems]
     return (
         f"From λ = {low:g} to {high:g} the distance on the quadratic falls from {distance[0]:.3g}"
         f" to {distance[1]:.3g} (by a factor of {distance[0] / distance[1]:.2g}; the paper's by at"
@@ -361,22 +337,18 @@ def _measured(result: Result[Config]) -> str:
 
 
 def _ends(result: Result[Config], name: str, key: str) -> tuple[float, float]:
-    spreads = _curve(result, name, key)[1]
+    spreads = list(_curve(result, name, key).values())
     return spreads[0].median, spreads[-1].median
 
 
-def _curve(result: Result[Config], name: str, key: str) -> tuple[list[float], list[Spread]]:
-    """λ and the spread over the seeds."""
-    by_lam = [
-        (lam, result.values(key, problem=name, kind="grid", lam=lam)) for lam in result.config.lams
-    ]
-    return [lam for lam, values in by_lam if values], [
-        Spread.of(values) for _, values in by_lam if values
-    ]
+def _curve(result: Result[Config], name: str, key: str) -> dict[float, Spread]:
+    """The spread over the seeds at every λ."""
+    return result.spreads(key, "lam", result.config.lams, problem=name, kind="grid")
 
 
-def _numbers(rows: list[Row], key: str) -> list[float]:
-    return [math.nan if row[key] is None else float(row[key]) for row in rows]
+def _learned(result: Result[Config], name: str, key: str) -> float:
+    """The median over the seeds at the learned λ."""
+    return result.spread(key, problem=name, kind="learned").median
 
 
 def _alt(result: Result[Config]) -> str:

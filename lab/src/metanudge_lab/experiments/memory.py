@@ -10,7 +10,8 @@ does not count; the meta-gradient in `.grad` does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,16 @@ from metanudge.task import Task
 from metanudge.testing.memory import peak_memory, trainable_bytes
 from metanudge_lab import style
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Cell, Drawing, Result, Row, Shown, Table, Verdict
+from metanudge_lab.experiments.base import (
+    Cell,
+    Drawing,
+    Result,
+    Row,
+    Shown,
+    Table,
+    Verdict,
+    status_of,
+)
 
 STEP = "one training step"
 METHODS = (*m.ESTIMATORS, STEP)
@@ -115,137 +125,6 @@ def memory(result: Result[Any], method: str, **where: Any) -> float:
     return found[0] if found else math.nan
 
 
-def draw(result: Result[Any], size: str, label: str, at: str, **where: Any) -> list[Drawing]:
-    """Megabytes against size; and, for first-order methods, as a multiple of FO-MAML's, with the
-    margin of the claim shaded.
-    """
-    figure, (left, right) = style.figure(2, width=10.8, height=4.4)
-    sizes = sorted(result.distinct(size))
-    for method in result.distinct("method"):
-        known = [s for s in sizes if memory(result, method, **{size: s}, **where) > 0]
-        peaks = [memory(result, method, **{size: s}, **where) for s in known]
-        look = (
-            style.line(method)
-            if method != STEP
-            else {**style.line(method), "linestyle": ":", "linewidth": 1.2, "marker": ""}
-        )
-        left.plot(known, [peak / MB for peak in peaks], **look)
-        if method not in (m.MAML, m.IMAML):
-            ratios = [
-                peak / memory(result, m.FO_MAML, **{size: s}, **where)
-                for s, peak in zip(known, peaks, strict=True)
-            ]
-            right.plot(known, ratios, **look)
-    left.set(ylabel="peak memory of a meta-step, MB", yscale="log")
-    right.set(ylabel="relative to FO-MAML", title="first-order methods")
-    right.axhspan(1 - MARGIN, 1 + MARGIN, color=style.INK, alpha=0.10, linewidth=0)
-    low, high = right.get_ylim()
-    right.set_ylim(min(low, 1 - 1.5 * MARGIN), max(high, 1 + 1.5 * MARGIN))
-    for one in (left, right):
-        one.set(xlabel=label)
-        one.set_xscale("log", base=2)
-        one.set_xticks(sizes)
-        style.plain_ticks(one.xaxis)
-    style.plain_ticks(left.yaxis)
-    left.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-    handles, labels = left.get_legend_handles_labels()
-    style.legend(right, handles=handles, labels=labels)
-    return [Drawing(figure, alt=_alt(result, size, label, at, **where))]
-
-
-def table(result: Result[Any], size: str, at: str, **where: Any) -> Table:
-    """Megabytes at every size, and at the largest also relative to FO-MAML and the difference in
-    copies of θ.
-    """
-    sizes = sorted(result.distinct(size))
-    rows = []
-    for method in result.distinct("method"):
-        peaks = [memory(result, method, **{size: s}, **where) for s in sizes]
-        at_last = {size: sizes[-1], **where}
-        ratio, copies = (
-            peaks[-1] / memory(result, m.FO_MAML, **at_last),
-            extra_copies(result, method, m.FO_MAML, **at_last),
-        )
-        rows.append(
-            (
-                method,
-                *map(_megabytes, peaks),
-                _shown(ratio, ".2f"),
-                _shown(copies, "+.1f") if method in m.FIRST_ORDER else None,
-            )
-        )
-    head = (
-        *(f"MB, {at.format(s)}" for s in sizes),
-        f"relative to FO-MAML at {at.format(sizes[-1])}",
-        "the difference in copies of θ",
-    )
-    return Table(("method", *head), rows)
-
-
-def judge(result: Result[Any], size: str, at: str, **where: Any) -> Verdict:
-    """The claim's parts: FO-B-MAML within the margin of FO-MAML and Reptile at every size; MAML and
-    iMAML above it at every size.
-    """
-    sizes = sorted(result.distinct(size))
-    failed, parts = [], 0
-    for s in sizes:
-        here = {size: s, **where}
-        ours = memory(result, m.LOSS, **here)
-        for rival in (m.FO_MAML, m.REPTILE):
-            parts += 1
-            if not abs(ours / memory(result, rival, **here) - 1) <= MARGIN:
-                failed.append(_beyond(result, rival, at.format(s), **here))
-        for rival in (m.MAML, m.IMAML):
-            parts += 1
-            if not memory(result, rival, **here) > ours:
-                failed.append(f"{rival.partition(',')[0]} needs no more than it at {at.format(s)}")
-    measured = summary(result, size, at, **where)
-    if not failed:
-        reason = (
-            f"FO-B-MAML is within {MARGIN:.0%} of FO-MAML and Reptile, and below MAML and iMAML, at"
-            " every size."
-        )
-        return Verdict("reproduced", measured, f"{reason} {_above_a_step(result, size, **where)}")
-    reason = (
-        f"{parts - len(failed)} of {parts} comparisons hold, but {'; '.join(failed)}."
-        f" {_above_a_step(result, size, **where)}"
-    )
-    return Verdict("partly" if len(failed) < parts else "not", measured, reason)
-
-
-def _above_a_step(result: Result[Any], size: str, **where: Any) -> str:
-    """What a meta-step needs beyond a training step on the same examples."""
-    places = [{size: s, **where} for s in sorted(result.distinct(size))]
-    ratios = [memory(result, m.LOSS, **here) / memory(result, STEP, **here) - 1 for here in places]
-    return (
-        f"It is {min(ratios):.1%} to {max(ratios):.1%} above one plain training step, which has no"
-        " θ to return to and no meta-gradient."
-    )
-
-
-def summary(result: Result[Any], size: str, at: str, **where: Any) -> str:
-    """The numbers at the largest size, and the widest distance from FO-MAML at any."""
-    sizes = sorted(result.distinct(size))
-    last = {size: sizes[-1], **where}
-    mb = {method: megabytes(memory(result, method, **last)) for method in METHODS}
-    ranges = []
-    for method in (m.LOSS, m.GRADIENT):
-        apart = [
-            memory(result, method, **{size: s}, **where)
-            / memory(result, m.FO_MAML, **{size: s}, **where)
-            - 1
-            for s in sizes
-        ]
-        ranges.append(f"{min(apart):+.1%} to {max(apart):+.1%}")
-    return (
-        f"At {at.format(sizes[-1])} a meta-step needs {mb[m.LOSS]} MB with FO-B-MAML,"
-        f" {mb[m.GRADIENT]} with its gradient nudge, {mb[m.FO_MAML]} with FO-MAML, {mb[m.REPTILE]}"
-        f" with Reptile, {mb[m.IMAML]} with iMAML and {mb[m.MAML]} with MAML (a plain training"
-        f" step: {mb[STEP]}); over all sizes FO-B-MAML's differs from FO-MAML's by {ranges[0]},"
-        f" with the gradient nudge by {ranges[1]}."
-    )
-
-
 def extra_copies(result: Result[Any], method: str, than: str, **where: Any) -> float:
     """How much more one method needs than another, in copies of the parameters."""
     found = result.values("parameters", method=method, **where)
@@ -254,11 +133,6 @@ def extra_copies(result: Result[Any], method: str, than: str, **where: Any) -> f
         if found
         else math.nan
     )
-
-
-def cells(size: str, sizes: tuple[int, ...]) -> list[Cell]:
-    """One for each size and method."""
-    return [{size: s, "method": method} for s in sizes for method in METHODS]
 
 
 def _beyond(result: Result[Any], rival: str, place: str, **here: Any) -> str:
@@ -284,18 +158,165 @@ def _megabytes(peak: float) -> Shown:
     return Shown(peak, "–" if math.isnan(peak) else megabytes(peak))
 
 
-def _shown(value: float, spec: str) -> Shown:
-    return Shown(value, "–" if math.isnan(value) else format(value, spec))
+@dataclass(frozen=True)
+class Axis:
+    """What memory is measured against.
 
+    Attributes:
+        key: of the sizes in cells.
+        label: for a figure.
+        at: words for one size, such as "width {}".
+    """
 
-def _alt(result: Result[Any], size: str, label: str, at: str, **where: Any) -> str:
-    last = max(result.distinct(size))
-    found = {
-        method: memory(result, method, **{size: last}, **where)
-        for method in result.distinct("method")
-    }
-    ends = ", ".join(f"{method} {megabytes(peak)} MB" for method, peak in found.items() if peak > 0)
-    return (
-        f"Peak memory of a meta-step against {label}, logarithmic, and relative to FO-MAML. At"
-        f" {at.format(last)}: {ends}."
-    )
+    key: str
+    label: str
+    at: str
+
+    def cells(self, sizes: Sequence[int]) -> list[Cell]:
+        """One for each size and method."""
+        return [{self.key: size, "method": method} for size in sizes for method in METHODS]
+
+    def draw(self, result: Result[Any], **where: Any) -> list[Drawing]:
+        """Megabytes against size; and, for first-order methods, as a multiple of FO-MAML's, with
+        the margin of the claim shaded.
+        """
+        figure, (left, right) = style.figure(2, width=10.8, height=4.4)
+        sizes = sorted(result.distinct(self.key))
+        for method in result.distinct("method"):
+            known = [s for s in sizes if memory(result, method, **{self.key: s}, **where) > 0]
+            peaks = [memory(result, method, **{self.key: s}, **where) for s in known]
+            look = (
+                style.line(method)
+                if method != STEP
+                else {**style.line(method), "linestyle": ":", "linewidth": 1.2, "marker": ""}
+            )
+            left.plot(known, [peak / MB for peak in peaks], **look)
+            if method not in (m.MAML, m.IMAML):
+                ratios = [
+                    peak / memory(result, m.FO_MAML, **{self.key: s}, **where)
+                    for s, peak in zip(known, peaks, strict=True)
+                ]
+                right.plot(known, ratios, **look)
+        left.set(ylabel="peak memory of a meta-step, MB", yscale="log")
+        right.set(ylabel="relative to FO-MAML", title="first-order methods")
+        right.axhspan(1 - MARGIN, 1 + MARGIN, color=style.INK, alpha=0.10, linewidth=0)
+        low, high = right.get_ylim()
+        right.set_ylim(min(low, 1 - 1.5 * MARGIN), max(high, 1 + 1.5 * MARGIN))
+        for one in (left, right):
+            one.set(xlabel=self.label)
+            one.set_xscale("log", base=2)
+            one.set_xticks(sizes)
+            style.plain_ticks(one.xaxis)
+        style.plain_ticks(left.yaxis)
+        left.yaxis.set_minor_formatter(
+            lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else ""
+        )
+        handles, labels = left.get_legend_handles_labels()
+        style.legend(right, handles=handles, labels=labels)
+        return [Drawing(figure, alt=self._alt(result, **where))]
+
+    def table(self, result: Result[Any], **where: Any) -> Table:
+        """Megabytes at every size, and at the largest also relative to FO-MAML and the difference
+        in copies of θ.
+        """
+        sizes = sorted(result.distinct(self.key))
+        rows = []
+        for method in result.distinct("method"):
+            peaks = [memory(result, method, **{self.key: s}, **where) for s in sizes]
+            at_last = {self.key: sizes[-1], **where}
+            ratio, copies = (
+                peaks[-1] / memory(result, m.FO_MAML, **at_last),
+                extra_copies(result, method, m.FO_MAML, **at_last),
+            )
+            rows.append(
+                (
+                    method,
+                    *map(_megabytes, peaks),
+                    Shown.number(ratio, ".2f"),
+                    Shown.number(copies, "+.1f") if method in m.FIRST_ORDER else None,
+                )
+            )
+        head = (
+            *(f"MB, {self.at.format(s)}" for s in sizes),
+            f"relative to FO-MAML at {self.at.format(sizes[-1])}",
+            "the difference in copies of θ",
+        )
+        return Table(("method", *head), rows)
+
+    def judge(self, result: Result[Any], **where: Any) -> Verdict:
+        """The claim's parts: FO-B-MAML within the margin of FO-MAML and Reptile at every size;
+        MAML and iMAML above it at every size.
+        """
+        sizes = sorted(result.distinct(self.key))
+        failed, parts = [], 0
+        for s in sizes:
+            here = {self.key: s, **where}
+            ours = memory(result, m.LOSS, **here)
+            for rival in (m.FO_MAML, m.REPTILE):
+                parts += 1
+                if not abs(ours / memory(result, rival, **here) - 1) <= MARGIN:
+                    failed.append(_beyond(result, rival, self.at.format(s), **here))
+            for rival in (m.MAML, m.IMAML):
+                parts += 1
+                if not memory(result, rival, **here) > ours:
+                    failed.append(
+                        f"{rival.partition(',')[0]} needs no more than it at {self.at.format(s)}"
+                    )
+        reason = (
+            f"{parts - len(failed)} of {parts} comparisons hold, but {'; '.join(failed)}."
+            if failed
+            else f"FO-B-MAML is within {MARGIN:.0%} of FO-MAML and Reptile, and below MAML and"
+            " iMAML, at every size."
+        )
+        return Verdict(
+            status_of(len(failed), parts),
+            self._summary(result, **where),
+            f"{reason} {self._above_a_step(result, **where)}",
+        )
+
+    def _above_a_step(self, result: Result[Any], **where: Any) -> str:
+        """What a meta-step needs beyond a training step on the same examples."""
+        places = [{self.key: s, **where} for s in sorted(result.distinct(self.key))]
+        ratios = [
+            memory(result, m.LOSS, **here) / memory(result, STEP, **here) - 1 for here in places
+        ]
+        return (
+            f"It is {min(ratios):.1%} to {max(ratios):.1%} above one plain training step, which has"
+            " no θ to return to and no meta-gradient."
+        )
+
+    def _summary(self, result: Result[Any], **where: Any) -> str:
+        """The numbers at the largest size, and the widest distance from FO-MAML at any."""
+        sizes = sorted(result.distinct(self.key))
+        last = {self.key: sizes[-1], **where}
+        mb = {method: megabytes(memory(result, method, **last)) for method in METHODS}
+        ranges = []
+        for method in (m.LOSS, m.GRADIENT):
+            apart = [
+                memory(result, method, **{self.key: s}, **where)
+                / memory(result, m.FO_MAML, **{self.key: s}, **where)
+                - 1
+                for s in sizes
+            ]
+            ranges.append(f"{min(apart):+.1%} to {max(apart):+.1%}")
+        return (
+            f"At {self.at.format(sizes[-1])} a meta-step needs {mb[m.LOSS]} MB with FO-B-MAML,"
+            f" {mb[m.GRADIENT]} with its gradient nudge, {mb[m.FO_MAML]} with FO-MAML,"
+            f" {mb[m.REPTILE]} with Reptile, {mb[m.IMAML]} with iMAML and {mb[m.MAML]} with MAML (a"
+            f" plain training step: {mb[STEP]}); over all sizes FO-B-MAML's differs from FO-MAML's"
+            f" by {ranges[0]}, with the gradient nudge by {ranges[1]}."
+        )
+
+    def _alt(self, result: Result[Any], **where: Any) -> str:
+        last = max(result.distinct(self.key))
+        found = {
+            method: memory(result, method, **{self.key: last}, **where)
+            for method in result.distinct("method")
+        }
+        ends = ", ".join(
+            f"{method} {megabytes(peak)} MB" for method, peak in found.items() if peak > 0
+        )
+        return (
+            f"Peak memory of a meta-step against {self.label}, logarithmic, and relative to"
+            f" FO-MAML. At {self.at.format(last)}: {ends}."
+        )

@@ -9,14 +9,26 @@ import torch
 from metanudge.models import Conv4
 from metanudge_lab.experiments import memory
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Table, Verdict
+from metanudge_lab.experiments.base import (
+    Cell,
+    Drawing,
+    Experiment,
+    Result,
+    Row,
+    Settings,
+    Table,
+    Verdict,
+)
 
-AT = "{} channels"
+AXIS = memory.Axis("channels", "channels", "{} channels")
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes; `shots` are those of the comparison, then others that the table shows beside it."""
+class Config(Settings):
+    """Sizes; `shots` are those of the comparison, then others that the table shows beside it.
+
+    In full a minute on a GPU.
+    """
 
     channels: tuple[int, ...] = (16, 32, 64, 128, 256)
     steps: int = m.STEPS
@@ -30,18 +42,11 @@ class Config:
         """Half a minute."""
         return cls(channels=(8, 16, 32), steps=2, shots=(5, 1), queries=5)
 
-    @classmethod
-    def full(cls) -> Config:
-        """A minute on a GPU."""
-        return cls()
-
 
 def cells(config: Config) -> list[Cell]:
     """One for each number of shots, channels and method."""
     return [
-        {"shots": shots, **cell}
-        for shots in config.shots
-        for cell in memory.cells("channels", config.channels)
+        {"shots": shots, **cell} for shots in config.shots for cell in AXIS.cells(config.channels)
     ]
 
 
@@ -59,15 +64,12 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
 
 def draw(result: Result[Config]) -> list[Drawing]:
     """The comparison."""
-    return memory.draw(result, "channels", "channels", AT, shots=result.distinct("shots")[0])
+    return AXIS.draw(result, shots=result.distinct("shots")[0])
 
 
 def table(result: Result[Config]) -> Table:
     """Every number of shots."""
-    tables = [
-        (shots, memory.table(result, "channels", AT, shots=shots))
-        for shots in result.distinct("shots")
-    ]
+    tables = [(shots, AXIS.table(result, shots=shots)) for shots in result.distinct("shots")]
     head = tables[0][1].header
     return Table(
         (head[0], "shots", *head[1:]),
@@ -76,11 +78,11 @@ def table(result: Result[Config]) -> Table:
 
 
 def judge(result: Result[Config]) -> Verdict:
-    """As in `metanudge_lab.experiments.memory`, and what happens where queries outnumber the
+    """As for every axis, and what happens where queries outnumber the
     shots.
     """
     main, *others = result.config.shots
-    verdict = memory.judge(result, "channels", AT, shots=main)
+    verdict = AXIS.judge(result, shots=main)
     reason = verdict.reason + "".join(f" {_beside(result, shots)}" for shots in others)
     return Verdict(verdict.status, verdict.measured, reason)
 

@@ -5,83 +5,43 @@ block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from metanudge.models import TransformerBlock
-from metanudge_lab.experiments import memory
-from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Table, Verdict
+from metanudge_lab.experiments import memory, memory_transformer
+from metanudge_lab.experiments.base import Cell, Experiment, Row, Settings
 
-AT = "length {}"
+AXIS = memory.Axis("length", "length of the sequences", "length {}")
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the model and of a task."""
+class Lengths:
+    """What memory is measured against, and what stays the same."""
 
     lengths: tuple[int, ...] = (32, 64, 128, 256, 512)
     width: int = 128
-    heads: int = 8
-    hidden: int = 512
-    steps: int = m.STEPS
-    ways: int = 5
-    shots: int = 5
-    queries: int = 5
+
+
+@dataclass(frozen=True)
+class Config(memory_transformer.Block, Lengths, Settings):
+    """All sizes. In full half a minute on a GPU."""
 
     @classmethod
     def quick(cls) -> Config:
         """Half a minute."""
         return cls(lengths=(32, 64, 128), width=64, hidden=128, steps=2, shots=2, queries=2)
 
-    @classmethod
-    def full(cls) -> Config:
-        """Half a minute on a GPU."""
-        return cls()
-
 
 def cells(config: Config) -> list[Cell]:
     """One for each length and method."""
-    return memory.cells("length", config.lengths)
+    return AXIS.cells(config.lengths)
 
 
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Bytes at the peak."""
-    length = int(cell["length"] or 0)
-    options: dict[str, Any] = {
-        "d_model": config.width,
-        "heads": config.heads,
-        "hidden": config.hidden,
-    }
-    model = m.seeded(
-        0, lambda: TransformerBlock(ways=config.ways, length=length, **options), device
+    return memory_transformer.measure(
+        cell["method"], config, length=int(cell["length"] or 0), width=config.width, device=device
     )
-    task = memory.random_task(
-        (length, config.width),
-        ways=config.ways,
-        shots=config.shots,
-        queries=config.queries,
-        device=device,
-    )
-    return [
-        memory.measure_step(str(cell["method"]), model, task, steps=config.steps, device=device)
-    ]
-
-
-def draw(result: Result[Config]) -> list[Drawing]:
-    """Memory against length."""
-    return memory.draw(result, "length", "length of the sequences", AT)
-
-
-def table(result: Result[Config]) -> Table:
-    """Memory at every length."""
-    return memory.table(result, "length", AT)
-
-
-def judge(result: Result[Config]) -> Verdict:
-    """As in `metanudge_lab.experiments.memory`."""
-    return memory.judge(result, "length", AT)
 
 
 EXPERIMENT = Experiment(
@@ -96,16 +56,13 @@ EXPERIMENT = Experiment(
     config=Config,
     cells=cells,
     measure=measure,
-    draw=draw,
-    table=table,
-    judge=judge,
+    draw=AXIS.draw,
+    table=AXIS.table,
+    judge=AXIS.judge,
     notes=(
         f"We take “tracks closely” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. The"
         " paper adds that FO-B-MAML “avoids the quadratic growth”: no method that runs this model"
         " forward and backward does, since one pass holds its attention maps; what it avoids is"
-        " holding those of every inner step. A standard block with 8 heads and 512 hidden units as"
-        " in the paper; the size of a task is ours: support and query set of 25 sequences each."
-        " Attention is written out (no flash kernel) for all methods, since second derivatives"
-        " need it. " + memory.HOW
+        " holding those of every inner step. " + memory_transformer.SIZE + memory.HOW
     ),
 )

@@ -11,14 +11,14 @@ from metanudge.models import Conv4
 from metanudge_lab import style
 from metanudge_lab.experiments import memory
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Table, Verdict
+from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Settings, Verdict
 
-AT = "K = {}"
+AXIS = memory.Axis("steps", "inner steps K", "K = {}")
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the model and of a task; `budget` is in MB."""
+class Config(Settings):
+    """Sizes of the model and of a task; `budget` is in MB. In full a minute on a GPU."""
 
     steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     budget: float = 4000.0
@@ -33,15 +33,10 @@ class Config:
         """Half a minute."""
         return cls(steps=(1, 2, 4, 8, 16), budget=20.0, channels=8, shots=2, queries=2)
 
-    @classmethod
-    def full(cls) -> Config:
-        """A minute on a GPU."""
-        return cls()
-
 
 def cells(config: Config) -> list[Cell]:
     """One for each number of steps and method; a training step has none."""
-    return [cell for cell in memory.cells("steps", config.steps) if cell["method"] != memory.STEP]
+    return [cell for cell in AXIS.cells(config.steps) if cell["method"] != memory.STEP]
 
 
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
@@ -62,7 +57,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
 
 def draw(result: Result[Config]) -> list[Drawing]:
     """Memory against steps, with the budget."""
-    drawings = memory.draw(result, "steps", "inner steps K", AT)
+    drawings = AXIS.draw(result)
     left = drawings[0].figure.axes[0]
     left.axhline(result.config.budget, color=style.INK, linewidth=1.0, linestyle=(0, (1, 2)))
     left.annotate(
@@ -74,11 +69,6 @@ def draw(result: Result[Config]) -> list[Drawing]:
         fontsize=8.5,
     )
     return drawings
-
-
-def table(result: Result[Config]) -> Table:
-    """Memory at every number of steps."""
-    return memory.table(result, "steps", AT)
 
 
 def judge(result: Result[Config]) -> Verdict:
@@ -149,7 +139,7 @@ EXPERIMENT = Experiment(
     cells=cells,
     measure=measure,
     draw=draw,
-    table=table,
+    table=AXIS.table,
     judge=judge,
     notes=(
         f"Flat means within {memory.FLAT:.0%} between any two numbers of steps. The network is"

@@ -3,75 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from metanudge.models import TransformerBlock
-from metanudge_lab.experiments import memory
-from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Cell, Drawing, Experiment, Result, Row, Table, Verdict
+from metanudge_lab.experiments import memory, memory_transformer
+from metanudge_lab.experiments.base import Cell, Experiment, Row, Settings
 
-AT = "width {}"
+AXIS = memory.Axis("width", "width of the model", "width {}")
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the model and of a task."""
+class Widths:
+    """What memory is measured against, and what stays the same."""
 
     widths: tuple[int, ...] = (64, 128, 256, 512)
     length: int = 128
-    heads: int = 8
-    hidden: int = 512
-    steps: int = m.STEPS
-    ways: int = 5
-    shots: int = 5
-    queries: int = 5
+
+
+@dataclass(frozen=True)
+class Config(memory_transformer.Block, Widths, Settings):
+    """All sizes. In full half a minute on a GPU."""
 
     @classmethod
     def quick(cls) -> Config:
         """Half a minute."""
         return cls(widths=(32, 64, 128), length=64, hidden=128, steps=2, shots=2, queries=2)
 
-    @classmethod
-    def full(cls) -> Config:
-        """Half a minute on a GPU."""
-        return cls()
-
 
 def cells(config: Config) -> list[Cell]:
     """One for each width and method."""
-    return memory.cells("width", config.widths)
+    return AXIS.cells(config.widths)
 
 
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Bytes at the peak."""
-    width, length = int(cell["width"] or 0), config.length
-    options: dict[str, Any] = {"heads": config.heads, "hidden": config.hidden, "length": length}
-    model = m.seeded(
-        0, lambda: TransformerBlock(ways=config.ways, d_model=width, **options), device
+    return memory_transformer.measure(
+        cell["method"], config, length=config.length, width=int(cell["width"] or 0), device=device
     )
-    task = memory.random_task(
-        (length, width), ways=config.ways, shots=config.shots, queries=config.queries, device=device
-    )
-    return [
-        memory.measure_step(str(cell["method"]), model, task, steps=config.steps, device=device)
-    ]
-
-
-def draw(result: Result[Config]) -> list[Drawing]:
-    """Memory against width."""
-    return memory.draw(result, "width", "width of the model", AT)
-
-
-def table(result: Result[Config]) -> Table:
-    """Memory at every width."""
-    return memory.table(result, "width", AT)
-
-
-def judge(result: Result[Config]) -> Verdict:
-    """As in `metanudge_lab.experiments.memory`."""
-    return memory.judge(result, "width", AT)
 
 
 EXPERIMENT = Experiment(
@@ -86,13 +54,12 @@ EXPERIMENT = Experiment(
     config=Config,
     cells=cells,
     measure=measure,
-    draw=draw,
-    table=table,
-    judge=judge,
+    draw=AXIS.draw,
+    table=AXIS.table,
+    judge=AXIS.judge,
     notes=(
-        f"We take “nearly identical” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. A"
-        " standard block with 8 heads and 512 hidden units as in the paper; the size of a task is"
-        " ours: support and query set of 25 sequences each. Attention is written out (no flash"
-        " kernel) for all methods, since second derivatives need it. " + memory.HOW
+        f"We take “nearly identical” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. "
+        + memory_transformer.SIZE
+        + memory.HOW
     ),
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +23,13 @@ from metanudge_lab.experiments.base import (
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
-    Status,
     Table,
     Verdict,
+    status_of,
 )
-from metanudge_lab.experiments.spread import Mean
+from metanudge_lab.experiments.spread import Mean, sentence
 
 EARLY, LAST = 100, 600  # iterations
 EARLY_ACCURACY, FINAL_ACCURACY, FO_MAML_BELOW = 0.85, 0.95, 0.55
@@ -34,11 +37,12 @@ COMPETITIVE = 0.02
 TUNING_SEED = 1000
 METHODS: dict[str, Estimator] = {**m.ESTIMATORS, m.DAMPED: m.DAMPED_IMAML}
 GRID = (1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
+AT = (0, 5, 10, 20, 30, 40, 60, 80, 100, 150, 200, 250, 300, 350, 400, 450, 500, 550, 600)
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full five minutes or so on a GPU.
 
     Attributes:
         inner_rates, meta_rates: the grid, the same for every method.
@@ -55,27 +59,7 @@ class Config:
     keep: int = 4
     iterations: int = 600
     grid_iterations: int = 600
-    at: tuple[int, ...] = (
-        0,
-        5,
-        10,
-        20,
-        30,
-        40,
-        60,
-        80,
-        100,
-        150,
-        200,
-        250,
-        300,
-        350,
-        400,
-        450,
-        500,
-        550,
-        600,
-    )
+    at: tuple[int, ...] = AT
     tasks: int = 16
     seeds: int = 5
     val_tasks: int = 100
@@ -84,21 +68,19 @@ class Config:
     @classmethod
     def quick(cls) -> Config:
         """Two or three minutes."""
-        at = (0, 5, 10, 20, 30, 40, 60, 80, 100)
-        small: dict[str, Any] = {
-            "iterations": 100,
-            "grid_iterations": 40,
-            "tasks": 4,
-            "seeds": 1,
-            "val_tasks": 40,
-            "test_tasks": 100,
-        }
-        return cls(inner_rates=(0.1, 0.01), meta_rates=(0.01, 1e-3), rounds=(20,), at=at, **small)
-
-    @classmethod
-    def full(cls) -> Config:
-        """Five minutes or so on a GPU."""
-        return cls()
+        at = tuple(k for k in AT if k <= 100)
+        return cls(
+            inner_rates=(0.1, 0.01),
+            meta_rates=(0.01, 1e-3),
+            rounds=(20,),
+            iterations=100,
+            grid_iterations=40,
+            at=at,
+            tasks=4,
+            seeds=1,
+            val_tasks=40,
+            test_tasks=100,
+        )
 
 
 def cells(config: Config) -> list[Cell]:
@@ -122,7 +104,7 @@ def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     trial = _trial(method, device, seed=int(cell["seed"] or 0))
     if cell["part"] == "grid":
         return _grid(trial, float(cell["inner"] or 0), config)
-    return _curve(trial, config, *tuned(method, config, device))
+    return _curve(trial, config, tuned(method, config, device))
 
 
 def _trial(method: str, device: torch.device, *, seed: int) -> fewshot.Trial:
@@ -131,16 +113,13 @@ def _trial(method: str, device: torch.device, *, seed: int) -> fewshot.Trial:
 
 
 @functools.cache
-def tuned(
-    method: str, config: Config, device: torch.device
-) -> tuple[fewshot.Recipe, list[fewshot.Recipe], list[float]]:
+def tuned(method: str, config: Config, device: torch.device) -> fewshot.Search:
     """The best pair of learning rates for a method, on a model and a stream of tasks of its own;
     the same for all seeds.
     """
     recipes = [
         fewshot.Recipe(inner, rate, config.iterations, config.tasks)
-        for inner in config.inner_rates
-        for rate in config.meta_rates
+        for inner, rate in itertools.product(config.inner_rates, config.meta_rates)
     ]
     trial = _trial(method, device, seed=TUNING_SEED)
     return fewshot.best_recipe(
@@ -148,43 +127,18 @@ def tuned(
     )
 
 
-def _curve(
-    trial: fewshot.Trial,
-    config: Config,
-    best: fewshot.Recipe,
-    tried: list[fewshot.Recipe],
-    scores: list[float],
-) -> list[Row]:
-    rows: list[Row] = [
-        {
-            "kind": "tuning",
-            "inner": one.inner,
-            "rate": one.rate,
-            "iterations": one.iterations,
-            "accuracy": score,
-        }
-        for one, score in zip(tried, scores, strict=True)
-    ]
+def _curve(trial: fewshot.Trial, config: Config, found: fewshot.Search) -> list[Row]:
+    accuracies: dict[int, float | None] = dict.fromkeys(sorted(config.at))
 
     def see(iteration: int, learner: mn.MetaLearner) -> None:
-        found = fewshot.accuracy(learner, trial.source, "test", config.test_tasks)
-        rows.append(
-            {
-                "kind": "curve",
-                "iteration": iteration,
-                "accuracy": found,
-                "inner": best.inner,
-                "rate": best.rate,
-            }
-        )
+        accuracies[iteration] = fewshot.accuracy(learner, trial.source, "test", config.test_tasks)
 
-    trial.train(best, at=config.at, see=see)
-    missing = set(config.at) - {row["iteration"] for row in rows if row["kind"] == "curve"}
-    lost = [
-        {"kind": "curve", "iteration": k, "accuracy": None, "inner": best.inner, "rate": best.rate}
-        for k in sorted(missing)
+    trial.train(found.best, at=config.at, see=see)
+    curve: list[Row] = [
+        {"kind": "curve", "iteration": k, "accuracy": accuracy, **found.best.rates}
+        for k, accuracy in accuracies.items()
     ]
-    return rows + lost
+    return [*found.rows("tuning", "iterations"), *curve]
 
 
 def _grid(trial: fewshot.Trial, inner: float, config: Config) -> list[Row]:
@@ -209,18 +163,10 @@ def draw(result: Result[Config]) -> list[Drawing]:
     """
     figure, (left, right) = style.figure(2, width=12.4, height=4.6, width_ratios=(1.7, 1))
     for method in METHODS:
-        at, means = curve(result, method)
-        if at:
-            look = style.line(method)
-            left.plot(
-                at, [one.mean for one in means], **{**look, "markevery": 0.08, "markersize": 4.5}
-            )
-            half = [0.0 if one.ci95 != one.ci95 else one.ci95 for one in means]
-            low, high = (
-                [one.mean + sign * h for one, h in zip(means, half, strict=True)]
-                for sign in (-1, 1)
-            )
-            left.fill_between(at, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        means = curve(result, method)
+        if means:
+            look = {**style.line(method), "markevery": 0.08, "markersize": 4.5}
+            style.band(left, {k: one.spread for k, one in means.items()}, alpha=0.15, **look)
     left.set(xlabel="meta-iterations", ylabel="accuracy on test tasks", ylim=(0.3, 1.0))
     for level in (FO_MAML_BELOW, EARLY_ACCURACY, FINAL_ACCURACY):
         left.axhline(level, color=style.INK, linewidth=0.8, linestyle=(0, (1, 3)))
@@ -238,15 +184,9 @@ def _draw_grid(result: Result[Config], axes: Any) -> None:
     for i, row in enumerate(found):
         for j, value in enumerate(row):
             if value == value:
-                axes.text(
-                    j,
-                    i,
-                    f"{value:.2f}",
-                    ha="center",
-                    va="center",
-                    fontsize=8.5,
-                    color="white" if value > 0.75 else "#23272f",
-                )
+                colour = "white" if value > 0.75 else "#23272f"
+                middle = {"ha": "center", "va": "center"}
+                axes.text(j, i, f"{value:.2f}", fontsize=8.5, color=colour, **middle)
     axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
     axes.set_yticks(range(len(inner)), [f"{rate:g}" for rate in inner])
     axes.set(
@@ -261,14 +201,13 @@ def table(result: Result[Config]) -> Table:
     shown = sorted({_last_before(result, EARLY), max(result.config.at)})
     rows: list[tuple[str | Shown, ...]] = []
     for method in METHODS:
-        at, means = curve(result, method)
-        if at:
-            by_iteration = dict(zip(at, means, strict=True))
+        means = curve(result, method)
+        if means:
             chosen = dict.fromkeys(
                 (row["inner"], row["rate"]) for row in result.rows(kind="curve", method=method)
             )
             rates = "; ".join(f"{inner:g}, {rate:g}" for inner, rate in chosen)
-            rows.append((method, *[Shown.of(by_iteration[k], 3) for k in shown], rates))
+            rows.append((method, *(Shown.of(means[k], 3) for k in shown), rates))
     return Table(
         ("method", *(f"after {k} iterations" for k in shown), "inner and meta-learning rate"), rows
     )
@@ -277,11 +216,14 @@ def table(result: Result[Config]) -> Table:
 def judge(result: Result[Config]) -> Verdict:
     """The claim's parts; those about the last of 600 iterations only where there are as many."""
     early, last = _last_before(result, EARLY), max(result.config.at)
-    means = {method: dict(zip(*curve(result, method), strict=True)) for method in METHODS}
+    means = {method: curve(result, method) for method in METHODS}
     ours, maml, fomaml = (means[method] for method in (m.LOSS, m.MAML, m.FO_MAML))
     highest_early = max(found.mean for k, found in ours.items() if k <= EARLY)
     highest_fomaml = max(found.mean for found in fomaml.values())
-    apart = {method: _apart(means[method], maml) for method in m.FIRST_ORDER}
+    above = statistics.fmean(_apart(ours, maml))
+    apart = {
+        method: statistics.fmean(map(abs, _apart(means[method], maml))) for method in m.FIRST_ORDER
+    }
     parts, wrong = 4, []
     if not highest_early >= EARLY_ACCURACY:
         wrong.append(
@@ -293,7 +235,6 @@ def judge(result: Result[Config]) -> Verdict:
             f"FO-MAML, tuned on the same grid, does not stay below {FO_MAML_BELOW:g} but reaches"
             f" {highest_fomaml:.3f}"
         )
-    above = _above(ours, maml)
     for method in (m.FO_MAML, m.REPTILE):
         if not apart[m.LOSS] < apart[method]:
             side = f", {above:+.3f} on average: above it" if above > 0 else ""
@@ -327,11 +268,8 @@ def judge(result: Result[Config]) -> Verdict:
             measured,
             f"All parts that were measured hold.{open_part}",
         )
-    text = "; ".join(wrong)
-    status: Status = "partly" if len(wrong) < parts else "not"
-    return Verdict(
-        status, measured, f"{text[0].upper()}{text[1:]}. {explanation(result)}{open_part}"
-    )
+    reason = f"{sentence(*wrong)} {explanation(result)}{open_part}"
+    return Verdict(status_of(len(wrong), parts), measured, reason)
 
 
 def explanation(result: Result[Config]) -> str:
@@ -361,27 +299,18 @@ def explanation(result: Result[Config]) -> str:
     )
 
 
-def curve(result: Result[Config], method: str) -> tuple[list[int], list[Mean]]:
-    """Iterations, and mean accuracy over the seeds with its confidence interval."""
-    found = [
-        (k, result.values("accuracy", kind="curve", method=method, iteration=k))
-        for k in sorted(result.config.at)
-    ]
-    return [k for k, values in found if values], [
-        Mean.of([v if v == v else 1 / 3 for v in values]) for _, values in found if values
-    ]
+def curve(result: Result[Config], method: str) -> dict[int, Mean]:
+    """Mean accuracy over the seeds with its interval at every iteration; chance where training
+    diverged.
+    """
+    where = {"kind": "curve", "method": method}
+    found = result.along("accuracy", "iteration", sorted(result.config.at), **where)
+    return {k: Mean.of([v if v == v else 1 / 3 for v in values]) for k, values in found.items()}
 
 
-def _apart(one: dict[int, Mean], other: dict[int, Mean]) -> float:
-    """Mean distance of two curves over the iterations after the start."""
-    later = [k for k in one if k > 0]
-    return sum(abs(one[k].mean - other[k].mean) for k in later) / len(later)
-
-
-def _above(one: dict[int, Mean], other: dict[int, Mean]) -> float:
-    """How much higher a curve lies, on average over the iterations after the start."""
-    later = [k for k in one if k > 0]
-    return sum(one[k].mean - other[k].mean for k in later) / len(later)
+def _apart(one: dict[int, Mean], other: dict[int, Mean]) -> list[float]:
+    """How much higher a curve lies than another, at every iteration after the start."""
+    return [one[k].mean - other[k].mean for k in one if k > 0]
 
 
 def _at_grid(result: Result[Config], inner: float, rate: float) -> float:
@@ -396,8 +325,9 @@ def _last_before(result: Result[Config], iteration: int) -> int:
 def _alt(result: Result[Config]) -> str:
     ends = []
     for method in METHODS:
-        at, means = curve(result, method)
-        ends += [f"{method} {means[-1].mean:.3f} after {at[-1]}"] if at else []
+        means = curve(result, method)
+        if means:
+            ends.append(f"{method} {means[max(means)].mean:.3f} after {max(means)}")
     return (
         f"Accuracy on MNIST-1D test tasks against meta-iterations: {', '.join(ends)}. Beside it"
         " FO-MAML over the grid of rates."

@@ -4,11 +4,9 @@ steps, and where it comes from.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,47 +17,25 @@ from metanudge.problem import Nudge
 from metanudge.task import TaskBatch
 from metanudge.tasks import Quadratic
 from metanudge.testing.inexact import OffBy
-from metanudge.testing.problems import log_slope, relative_error, vector
+from metanudge.testing.problems import relative_error, vector
 from metanudge.tuning import step_aware
-from metanudge_lab import style
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments.base import (
-    Cell,
-    Drawing,
-    Experiment,
-    Result,
-    Row,
-    Shown,
-    Table,
-    Verdict,
-)
+from metanudge_lab.experiments.base import Cell, Experiment, Row, Settings
+from metanudge_lab.experiments.nu_sensitivity_figures import draw, table
+from metanudge_lab.experiments.nu_sensitivity_rows import KINKED, NOISY, QUADRATIC, SINGLE, SMOOTH
+from metanudge_lab.experiments.nu_sensitivity_verdict import judge
 from metanudge_lab.experiments.problems import small_conv_net, stable_rate
-from metanudge_lab.experiments.spread import Spread, short
 
-QUADRATIC, SINGLE, NOISY = "quadratic", "quadratic in float32", "quadratic with noise"
-SMOOTH, KINKED = "softplus net", "ReLU net"
-TITLES = {
-    QUADRATIC: "quadratic (the paper's)",
-    NOISY: "quadratic, every solve off\nby δ in its own direction",
-    SMOOTH: "conv net, softplus and\naverage pooling",
-    KINKED: "conv net, ReLU and\nmax-pooling",
-}
 PAPERS_NUDGE_ONLY = (SINGLE, NOISY)
-TARGETS = {
-    "error_exact": "error against the\nimplicit gradient",
-    "error_steps": "error against the\nderivative of the K steps",
-}
-# the appendix's: few and many steps, small ν, where the bias takes over
-FEW, MANY, SMALL, LARGE = (10, 50, 1e-2, 0.1)
-RANGE = (0.1, 0.5)  # the rule's ν for few steps
-FLAT, SPIKE, CONVERGED, AWAY = 1.1, 2.0, 1e-6, 1e6
-IN_SINGLE: dict[str, Any] = {"linewidth": 1.4, "linestyle": (0, (1, 1.5))}
-COLOURS = ("#e07b00", "#d1495b", "#a0569a", "#1f6fd6", "#0d9488")
+CONVERGED, AWAY = 1e-6, 1e6
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement; the quadratic's λ as in `metanudge_lab.experiments.quadratics`."""
+class Config(Settings):
+    """Sizes of the measurement; the quadratic's λ as in `metanudge_lab.experiments.quadratics`.
+
+    In full ten minutes on a CPU.
+    """
 
     nus: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
     steps: tuple[int, ...] = (5, 10, 20, 50, 100)
@@ -80,11 +56,6 @@ class Config:
         return cls(
             nus=(1e-5, 1e-4, 1e-3, 0.01, 0.1, 0.3, 1.0), network_steps=(5, 20), tasks=3, seeds=1
         )
-
-    @classmethod
-    def full(cls) -> Config:
-        """Ten minutes on a CPU."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:
@@ -224,385 +195,6 @@ def precision(problem: q.Problem, steps: int) -> float:
             (shrink @ (problem.theta - Quadratic.solution(task, problem.theta, problem.lam))).norm()
         )
     return float(torch.stack(left).mean())
-
-
-def draw(result: Result[Config]) -> list[Drawing]:
-    """Error against ν: problems side by side, the two targets above each other; one picture for
-    each nudge.
-    """
-    return [_picture(result, nudge) for nudge in result.distinct("nudge")]
-
-
-def _picture(result: Result[Config], nudge: str) -> Drawing:
-    measured = [
-        name for name in result.distinct("problem") if result.rows(problem=name, nudge=nudge)
-    ]
-    problems = list(dict.fromkeys(QUADRATIC if name == SINGLE else name for name in measured))
-    figure, axes = style.figure(
-        len(problems), 2, width=2.2 + 2.7 * len(problems), height=6.2, sharex=True, squeeze=False
-    )
-    every_k = sorted(result.distinct("steps"))
-    looks = {
-        k: {"color": COLOURS[place % len(COLOURS)], "label": f"K = {k}"}
-        for place, k in enumerate(every_k)
-    }
-    for column, name in enumerate(problems):
-        for line, (target, title) in enumerate(TARGETS.items()):
-            one = axes[line][column]
-            for k in every_k:
-                _curve(one, result, target, {"problem": name, "nudge": nudge, "steps": k}, looks[k])
-                if name == QUADRATIC and SINGLE in measured:
-                    nus, spreads = _grid(result, target, problem=SINGLE, nudge=nudge, steps=k)
-                    one.plot(nus, [s.median for s in spreads], color=looks[k]["color"], **IN_SINGLE)
-            if one.lines:
-                one.set(xscale="log", yscale="log")
-                one.yaxis.set_minor_formatter("")
-            else:
-                _say_why(one, result, name)
-            if column == 0:
-                one.set_ylabel(title)
-        axes[0][column].set_title(TITLES[name], fontsize=10)
-        axes[1][column].set_xlabel("ν")
-    _legend(figure, looks, single=SINGLE in measured)
-    return Drawing(
-        figure, alt=_alt(result, nudge), suffix="" if nudge == "loss" else f"{nudge}-nudge"
-    )
-
-
-def _curve(
-    axes: Any, result: Result[Config], target: str, where: dict[str, Any], look: dict[str, Any]
-) -> None:
-    nus, spreads = _grid(result, target, **where)
-    if not nus:
-        return
-    axes.plot(nus, [s.median for s in spreads], linewidth=1.8, marker=".", markersize=5, **look)
-    axes.fill_between(
-        nus,
-        [s.low for s in spreads],
-        [s.high for s in spreads],
-        color=look["color"],
-        alpha=0.13,
-        linewidth=0,
-    )
-    for kind, marker, size in (("rule", "D", 6), ("auto", "*", 13)):
-        found = [row for row in result.rows(kind=kind, **where) if row[target] is not None]
-        if found:
-            at = [Spread.of([row[key] for row in found]).median for key in ("nu", target)]
-            axes.plot(
-                *([value] for value in at),
-                marker=marker,
-                markersize=size,
-                color=look["color"],
-                markeredgecolor=style.INK,
-                linestyle="",
-            )
-
-
-def _legend(figure: Any, looks: dict[int, dict[str, Any]], *, single: bool) -> None:
-    from matplotlib.lines import Line2D
-
-    marks = [Line2D([], [], marker=".", linewidth=1.8, **look) for look in looks.values()]
-    if single:
-        marks.append(Line2D([], [], color=style.INK, label="in float32", **IN_SINGLE))
-    for marker, size, text in (("D", 6, "step-aware ν"), ("*", 12, "automatic ν")):
-        marks.append(
-            Line2D(
-                [],
-                [],
-                marker=marker,
-                markersize=size,
-                color=style.FAINT,
-                markeredgecolor=style.INK,
-                linestyle="",
-                label=text,
-            )
-        )
-    figure.legend(
-        handles=marks, loc="outside right center", frameon=False, fontsize=9, labelcolor=style.INK
-    )
-
-
-def _say_why(axes: Any, result: Result[Config], name: str) -> None:
-    residual = Spread.of([row["optimum_residual"] for row in result.rows(problem=name)]).median
-    text = (
-        f"no inner optimum found:\nNewton's method stops among\nthe kinks at ‖∇g‖ = {residual:.2g}"
-    )
-    axes.text(
-        0.5,
-        0.5,
-        text,
-        transform=axes.transAxes,
-        ha="center",
-        va="center",
-        fontsize=8.5,
-        color=style.INK,
-    )
-    axes.set_yticks([])
-
-
-def table(result: Result[Config]) -> Table:
-    """Median errors at some ν, the best of the grid, the rule's and the automatic choice."""
-    shown = [nu for nu in result.config.nus if nu in (1e-5, 1e-3, 0.1, 1.0)]
-    rows = []
-    for nudge, name, k in itertools.product(
-        result.distinct("nudge"), result.distinct("problem"), sorted(result.distinct("steps"))
-    ):
-        where: dict[str, Any] = {"nudge": nudge, "problem": name, "steps": k}
-        target = "error_steps" if name == KINKED else "error_exact"
-        nus, spreads = _grid(result, target, **where)
-        if not nus:
-            continue
-        errors = dict(zip(nus, (s.median for s in spreads), strict=True))
-        best = min(errors, key=lambda nu: errors[nu])
-        at = [_shown(errors.get(nu, math.nan)) for nu in shown]
-        rows.append(
-            (
-                name,
-                nudge,
-                k,
-                *at,
-                _at(best, errors[best]),
-                _choice(result, "rule", target, where),
-                _choice(result, "auto", target, where),
-            )
-        )
-    header = (
-        "problem",
-        "nudge",
-        "K",
-        *(f"ν = {nu:g}" for nu in shown),
-        "best of the grid",
-        "step-aware",
-        "automatic",
-    )
-    return Table(header, rows)
-
-
-def judge(result: Result[Config]) -> Verdict:
-    """The appendix's statements for the quadratic problem, one by one, and where its explanation of
-    the first goes wrong.
-    """
-    parts = _statements(result)
-    wrong = [text for holds, text in parts if not holds]
-    held = len(parts) - len(wrong)
-    measured = _measured(result)
-    if not wrong:
-        return Verdict(
-            "reproduced", measured, f"All {len(parts)} statements about the quadratic problem hold."
-        )
-    reason = f"{held} of {len(parts)} statements hold; not that {', nor that '.join(wrong)}."
-    return Verdict(
-        "partly" if held else "not", measured, f"{reason} {_explanation(result)}".strip()
-    )
-
-
-def _statements(result: Result[Config]) -> list[tuple[bool, str]]:
-    """What the appendix says, whether it holds for the loss nudge on the quadratic, and the words
-    for it.
-    """
-    errors = {k: _errors(result, QUADRATIC, k) for k in result.config.steps}
-    small = {k: [e for nu, e in found.items() if nu <= SMALL] for k, found in errors.items()}
-    ordered = [errors[k] for k in sorted(errors)]
-    shared = [nu for nu in result.config.nus if nu <= LARGE]
-    falls = all(
-        after[nu] < before[nu] for before, after in itertools.pairwise(ordered) for nu in shared
-    )
-    top = max(result.config.nus)
-    spikes = all(not found[top] < SPIKE * found[LARGE] for found in errors.values())
-    grows = [k for k, found in errors.items() if found[min(found)] > FLAT * found[SMALL]]
-    statements = [
-        (
-            all(errors[k][SMALL] < FLAT * min(found) for k, found in small.items()),
-            f"the error is flat or high for ν ≤ {SMALL:g}",
-        ),
-        (
-            bool(grows),
-            (
-                "a small ν amplifies the noise of unconverged solves (the error does not grow"
-                " towards small ν at any K)"
-            ),
-        ),
-        (falls, f"more steps help at every ν ≤ {LARGE:g}"),
-        (spikes, f"the error rises sharply beyond ν = {LARGE:g} at every K"),
-    ]
-    for k, found in errors.items():
-        if k <= FEW:
-            large = min(
-                (e for nu, e in found.items() if RANGE[0] <= nu <= RANGE[1]), default=math.inf
-            )
-            little = min(small[k])
-            text = (
-                f"a ν of {RANGE[0]:g} to {RANGE[1]:g} serves K = {k} (at best {short(large)} there,"
-                f" {short(little)} below {SMALL:g})"
-            )
-            statements.append((FLAT * large < little, text))
-        elif k >= MANY:
-            little = max(e for nu, e in found.items() if 1e-3 <= nu <= SMALL)
-            text = (
-                f"a ν of 0.001 to 0.01 serves K = {k} ({short(little)} there, {short(found[LARGE])}"
-                f" at {LARGE:g})"
-            )
-            statements.append((little < found[LARGE], text))
-    return statements
-
-
-def _measured(result: Result[Config]) -> str:
-    first, last = min(result.config.steps), max(result.config.steps)
-    low, high = (_errors(result, QUADRATIC, k) for k in (first, last))
-    least, top = min(low), max(low)
-    text = (
-        f"On the quadratic problem the symmetric difference is off by {short(low[least])} at ν ="
-        f" {least:g} and K = {first}, by {short(high[least])} at K = {last}; at ν = {LARGE:g} by"
-        f" {short(low[LARGE])} and {short(high[LARGE])}, at ν = {top:g} by {short(low[top])} and"
-        f" {short(high[top])}."
-    )
-    return f"{text} {_kinks(result)}".strip()
-
-
-def _kinks(result: Result[Config]) -> str:
-    """What ReLU and max-pooling do to the difference, and to the inner steps themselves."""
-    errors = {
-        k: _errors(result, KINKED, k, "error_steps")
-        for k in result.config.network_steps
-        if result.rows(problem=KINKED)
-    }
-    if not errors:
-        return ""
-    at = [found[LARGE] for found in errors.values()]
-    worst, nu, k = max(
-        (error, nu, k) for k, found in errors.items() for nu, error in found.items() if nu <= LARGE
-    )
-    last = max(errors)
-    left = [
-        Spread.of(result.values("residual_growth", problem=name, steps=last)).median
-        for name in (KINKED, SMOOTH)
-        if result.rows(problem=name)
-    ]
-    smooth = f", with softplus and average pooling {short(left[1])}" if len(left) > 1 else ""
-    return (
-        "With ReLU and max-pooling it is off from the derivative of its own steps by"
-        f" {short(min(at))} to {short(max(at))} at ν = {LARGE:g} and by up to {short(worst)} below"
-        f" (K = {k}, ν = {nu:g}); {last} inner steps leave {short(left[0])} times the first inner"
-        f" gradient there{smooth}."
-    )
-
-
-def _explanation(result: Result[Config]) -> str:
-    """Where the flat error comes from: it is that of the K steps' own derivative. Noise needs
-    errors that the solves do not share.
-    """
-    worst = max(_errors(result, QUADRATIC, k, "error_steps")[SMALL] for k in result.config.steps)
-    text = (
-        f"What is left at small ν is no noise: at ν = {SMALL:g} the difference agrees with the"
-        f" derivative of its own K steps within {short(worst)} at every K, so all the rest is what"
-        " K steps leave of the implicit gradient, which no ν cures."
-    )
-    few, many = min(result.config.steps), max(result.config.steps)
-    biases = {k: _errors(result, QUADRATIC, k, "error_steps") for k in result.config.steps}
-    top = max(result.config.nus)
-    rising = sum(not bias[top] < SPIKE * bias[LARGE] for bias in biases.values())
-    text += (
-        f" Measured against that derivative, the error rises beyond ν = {LARGE:g} at {rising} of"
-        f" {len(biases)} K: at K = {few} from {short(biases[few][LARGE])} to"
-        f" {short(biases[few][top])} at ν = {top:g}, hidden behind what the steps leave."
-    )
-    if result.rows(problem=SINGLE):
-        single, double = (_errors(result, name, many) for name in (SINGLE, QUADRATIC))
-        least = min(single)
-        same = min(
-            (
-                nu
-                for nu in single
-                if all(single[n] < FLAT * double[n] for n in single if nu <= n <= SMALL)
-            ),
-            default=math.nan,
-        )
-        text += (
-            f" Rounding does amplify: in float32 the error at ν = {least:g} and K = {many} is"
-            f" {short(single[least])} where float64 has {short(double[least])}; from ν = {same:g}"
-            " on they are the same."
-        )
-    if result.rows(problem=NOISY):
-        noisy = {k: _errors(result, NOISY, k) for k in result.config.steps}
-        slopes = [_slope(errors) for errors in noisy.values()]
-        best = {k: min(noisy[k].items(), key=lambda found: found[1])[0] for k in (few, many)}
-        text += (
-            " The premise is right where every solve is off by the same δ in a direction of its"
-            f" own: the error then goes as ν to the power {max(slopes):.2f} or less for ν ≤"
-            f" {SMALL:g}, and the best ν of the grid is {best[few]:g} at K = {few} and"
-            f" {best[many]:g} at K = {many}."
-        )
-    return text
-
-
-def _slope(errors: dict[float, float]) -> float:
-    small = {nu: e for nu, e in errors.items() if nu <= SMALL and math.isfinite(e)}
-    return log_slope(list(small), list(small.values()))
-
-
-def _errors(
-    result: Result[Config], name: str, steps: int, target: str = "error_exact"
-) -> dict[float, float]:
-    """Median error of the loss nudge at every ν of the grid."""
-    nus, spreads = _grid(result, target, problem=name, nudge="loss", steps=steps)
-    return dict(zip(nus, (s.median for s in spreads), strict=True))
-
-
-def _grid(result: Result[Config], target: str, **where: Any) -> tuple[list[float], list[Spread]]:
-    """ν and the errors' spread over the seeds; a ν at which any solve diverged has an infinite
-    one.
-    """
-    rows = [
-        row
-        for row in result.rows(kind="grid", **where)
-        if not _unknown(row, target, result.rows(kind="grid", **where))
-    ]
-    by_nu = [
-        (nu, [_number(row[target]) for row in rows if row["nu"] == nu]) for nu in result.config.nus
-    ]
-    found = [(nu, Spread.of(values)) for nu, values in by_nu if values]
-    return [nu for nu, _ in found], [spread for _, spread in found]
-
-
-def _unknown(row: Row, target: str, rows: Sequence[Row]) -> bool:
-    """Whether the target itself could not be had for the row's seed, rather than this one
-    estimate.
-    """
-    return all(other[target] is None for other in rows if other["seed"] == row["seed"])
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _choice(result: Result[Config], kind: str, target: str, where: dict[str, Any]) -> Shown:
-    rows = result.rows(kind=kind, **where)
-    return _at(*(Spread.of([_number(row[key]) for row in rows]).median for key in ("nu", target)))
-
-
-def _at(nu: float, error: float) -> Shown:
-    return Shown(error, f"{short(error)} at {nu:.2g}")
-
-
-def _shown(error: float) -> Shown:
-    return Shown(error, short(error))
-
-
-def _alt(result: Result[Config], nudge: str) -> str:
-    parts = []
-    for name in result.distinct("problem"):
-        target = "error_steps" if name == KINKED else "error_exact"
-        for k in sorted(result.distinct("steps")):
-            nus, spreads = _grid(result, target, problem=name, nudge=nudge, steps=k)
-            if nus:
-                best = min(range(len(nus)), key=lambda place: spreads[place].median)
-                parts.append(
-                    f"{name}, K = {k}: least {short(spreads[best].median)} at ν = {nus[best]:g}"
-                )
-    return (
-        f"Relative error of the meta-gradient ({nudge} nudge) against ν, both logarithmic."
-        f" {'; '.join(parts)}."
-    )
 
 
 EXPERIMENT = Experiment(

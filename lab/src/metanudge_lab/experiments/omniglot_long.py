@@ -4,8 +4,6 @@ steps than in training.
 
 from __future__ import annotations
 
-import itertools
-import time
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,26 +12,31 @@ import torch
 import metanudge as mn
 from metanudge.estimators import Estimator
 from metanudge.tasks.episodes import Split
-from metanudge.training.precision import computing_in
+from metanudge.training.device import computing_in
 from metanudge_lab import style
+from metanudge_lab.device_memory import release
 from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
+from metanudge_lab.experiments import omniglot_runs as runs
 from metanudge_lab.experiments.base import (
     Cell,
     Drawing,
     Experiment,
     Result,
     Row,
+    Settings,
     Shown,
     Table,
     Verdict,
 )
-from metanudge_lab.experiments.omniglot import PUBLISHED, SHIFTED
+from metanudge_lab.experiments.omniglot_rows import PUBLISHED
 from metanudge_lab.experiments.omniglot_runs import (
     FIVE_WAY,
+    SHIFTED,
     Sizes,
     make_recipe,
     make_trial,
+    search,
     watched,
 )
 from metanudge_lab.experiments.spread import Mean, paired, sentence
@@ -42,7 +45,7 @@ AUTOMATIC = "FO-B-MAML, automatic ν"
 ESTIMATORS: dict[str, Estimator] = {
     m.LOSS: m.ESTIMATORS[m.LOSS],
     AUTOMATIC: mn.FOBMAML(),
-    SHIFTED: mn.FOBMAML(nu=0.5, nudge="gradient", start="shifted"),
+    SHIFTED: runs.ESTIMATORS[SHIFTED],
     m.FO_MAML: m.ESTIMATORS[m.FO_MAML],
     m.MAML: m.ESTIMATORS[m.MAML],
     m.DAMPED: m.DAMPED_IMAML,
@@ -55,8 +58,8 @@ PLAN: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
 
 
 @dataclass(frozen=True)
-class Config(Sizes):
-    """Sizes of the measurement.
+class Config(Sizes, Settings):
+    """Sizes of the measurement. In full an hour on a GPU.
 
     Attributes:
         shorten: divide the plan's numbers of meta-steps by this.
@@ -75,27 +78,7 @@ class Config(Sizes):
     @classmethod
     def quick(cls) -> Config:
         """A minute or two; a narrow network, one seed, one pair of learning rates."""
-        few: dict[str, Any] = {
-            "seeds": 1,
-            "tasks": 4,
-            "queries": 5,
-            "channels": 16,
-            "watch_tasks": 50,
-            "test_tasks": 100,
-        }
-        return cls(
-            shorten=400,
-            inner_rates=(0.1,),
-            meta_rates=(1e-2,),
-            adapt_steps=(1, 5, 16),
-            glyphs=True,
-            **few,
-        )
-
-    @classmethod
-    def full(cls) -> Config:
-        """An hour on a GPU."""
-        return cls()
+        return cls(shorten=400, seeds=1, test_tasks=100, adapt_steps=(1, 5, 16), **runs.QUICK)
 
 
 def cells(config: Config) -> list[Cell]:
@@ -106,7 +89,7 @@ def cells(config: Config) -> list[Cell]:
     searches: list[Cell] = [
         {"part": "rates", "setting": setting, "method": method} for setting, method in pairs
     ]
-    runs: list[Cell] = [
+    trainings: list[Cell] = [
         {
             "part": "training",
             "setting": setting,
@@ -118,13 +101,13 @@ def cells(config: Config) -> list[Cell]:
         for method in methods
         for seed in range(min(seeds, config.seeds))
     ]
-    return [*searches, *runs]
+    return [*searches, *trainings]
 
 
 def measure(cell: Cell, config: Config, device: torch.device) -> list[Row]:
     """Find the learning rates on validation tasks; or train, and test on the way and at the end."""
     setting, method = str(cell["setting"]), str(cell["method"])
-    fewshot.release(device)
+    release(device)
     with computing_in("tf32", device):
         if cell["part"] == "rates":
             return _search(setting, method, config, device)
@@ -145,24 +128,10 @@ def remember(result: Result[Config]) -> None:
 
 
 def _search(setting: str, method: str, config: Config, device: torch.device) -> list[Row]:
-    trial, _ = make_trial(setting, ESTIMATORS[method], config, seed=1000, device=device)
-    grid = itertools.product(config.inner_rates, config.meta_rates)
-    recipes = [make_recipe(setting, inner, rate, config.tuning[-1], config) for inner, rate in grid]
-    best, tried, scores = fewshot.best_recipe(
-        trial, recipes, config.tuning, keep=config.tuning_keep, tasks=config.val_tasks
-    )
-    _known[setting, method, config] = best
-    rows: list[Row] = [
-        {
-            "kind": "tried",
-            "inner": one.inner,
-            "rate": one.rate,
-            "iteration": one.iterations,
-            "accuracy": score,
-        }
-        for one, score in zip(tried, scores, strict=True)
-    ]
-    return [*rows, {"kind": "chosen", "inner": best.inner, "rate": best.rate}]
+    grid: Any = {"inner_rates": config.inner_rates, "keep": config.tuning_keep}
+    found = search(setting, ESTIMATORS[method], config, **grid, device=device)
+    _known[setting, method, config] = found.best
+    return [*found.rows("tried"), {"kind": "chosen", **found.best.rates}]
 
 
 def _training(
@@ -172,20 +141,16 @@ def _training(
         _search(setting, method, config, device)
     best = _known[setting, method, config]
     trial, data = make_trial(setting, ESTIMATORS[method], config, seed=seed, device=device)
-    about: Row = {"inner": best.inner, "rate": best.rate, "data": data}
+    about: Row = {**best.rates, "data": data}
     rows: list[Row] = []
-    begin, testing = time.perf_counter(), 0.0
 
     def see(iteration: int, learner: mn.MetaLearner) -> None:
-        nonlocal testing
-        now = time.perf_counter()
         found = fewshot.accuracies(learner, trial.source, "test", config.watch_tasks)
-        seconds = now - begin - testing
         rows.append(
             {
                 "kind": "curve",
                 "iteration": iteration,
-                "seconds": seconds,
+                "seconds": trial.seconds,
                 "tasks": len(found),
                 **about,
                 **fewshot.summary(found),
@@ -212,10 +177,9 @@ def _training(
                         **fewshot.summary(tested),
                     }
                 )
-        testing += time.perf_counter() - now
 
     recipe = make_recipe(setting, best.inner, best.rate, last, config)
-    if not trial.train(recipe, at=watched(last), see=see):
+    if not trial.train(recipe, at=watched(last), see=see, rows=rows):
         rows.append({"kind": "diverged", **about})
     return rows
 
@@ -224,14 +188,8 @@ def _accuracies(
     result: Result[Config], setting: str, method: str, iterations: int, steps: int
 ) -> list[float]:
     """At the end, in percent, seed by seed; none where a run diverged."""
-    where = {
-        "kind": "test",
-        "setting": setting,
-        "method": method,
-        "iterations": iterations,
-        "steps": steps,
-    }
-    return [100 * value for value in result.values("accuracy", **where)]
+    where = {"setting": setting, "method": method, "iterations": iterations}
+    return [100 * value for value in result.values("accuracy", kind="test", steps=steps, **where)]
 
 
 def _runs(result: Result[Config]) -> list[tuple[str, str, int]]:
@@ -248,27 +206,23 @@ def draw(result: Result[Config]) -> list[Drawing]:
     """The search for inner rates; errors against meta-steps, and against the number of steps that
     trained learners adapt with.
     """
-    runs = _runs(result)
-    if not runs:
+    trained = _runs(result)
+    if not trained:
         return [_draw_rates(result)]
     figure, axes = style.figure(2, width=11.5, height=4.2)
-    for setting, method, iterations in runs:
+    for setting, method, iterations in trained:
         look = _look(method, setting)
         where = {"setting": setting, "method": method, "iterations": iterations}
-        curve = [
-            (k, result.values("accuracy", kind="curve", iteration=k, **where))
-            for k in watched(iterations)
-        ]
-        at = [(k, 100 - 100 * sum(found) / len(found)) for k, found in curve if found]
-        axes[0].plot([k for k, _ in at], [error for _, error in at], **look)
-        ends = [
-            (k, _accuracies(result, setting, method, iterations, k))
+        at = watched(iterations)
+        curve = result.along("accuracy", "iteration", at, kind="curve", **where)
+        errors = [100 - 100 * sum(found) / len(found) for found in curve.values()]
+        axes[0].plot(list(curve), errors, **look)
+        ends = {
+            k: found
             for k in result.config.adapt_steps
-        ]
-        ends = [(k, found) for k, found in ends if found]
-        axes[1].plot(
-            [k for k, _ in ends], [100 - sum(found) / len(found) for _, found in ends], **look
-        )
+            if (found := _accuracies(result, setting, method, iterations, k))
+        }
+        axes[1].plot(list(ends), [100 - sum(found) / len(found) for found in ends.values()], **look)
     axes[0].set(xscale="log", yscale="log", xlabel="meta-steps", ylabel="errors on test tasks, %")
     axes[1].set(xscale="log", yscale="log", xlabel=f"steps of adaptation (trained with {m.STEPS})")
     style.legend(axes[1])
@@ -376,7 +330,7 @@ def judge(result: Result[Config]) -> Verdict:
             theirs = _accuracies(result, setting, method, length, m.STEPS)
             if len(theirs) == len(ours):
                 ahead = paired(theirs, ours)
-                fine = not ahead.mean - (0.0 if len(ours) == 1 else ahead.ci95) > 0
+                fine = not ahead.mean - ahead.half > 0
                 words = (
                     f"{method} {{}} ahead ({ahead.mean:+.2f} ± {ahead.ci95:.2f} points, paired by"
                     " seed)"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+import metanudge as mn
 from metanudge.estimators import Estimator
 from metanudge.models import Conv4
 from metanudge.tasks import Episodes, Omniglot
@@ -15,7 +19,17 @@ from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.glyphs import glyph_tasks
 
+MORE_STEPS = 16  # with which the published iMAML adapts
+SHIFTED = f"{m.GRADIENT}, shifted start, ν = 0.5"
+LONG_METHODS = (m.LOSS, SHIFTED)
+ESTIMATORS: dict[str, Estimator] = {
+    **m.ESTIMATORS,
+    m.DAMPED: m.DAMPED_IMAML,
+    SHIFTED: mn.FOBMAML(nu=0.5, nudge="gradient", start="shifted"),
+}
+
 FIVE_WAY, TWENTY_WAY = ("5-way 1-shot", "5-way 5-shot"), ("20-way 1-shot", "20-way 5-shot")
+TUNING_SEED = 1000
 
 
 def watched(iterations: int) -> list[int]:
@@ -51,6 +65,18 @@ class Sizes:
     watch_tasks: int = 500
     test_tasks: int = 2000
     glyphs: bool = False
+
+
+# A narrow network and one pair of learning rates, on invented characters where there are no others.
+QUICK: Any = {
+    "inner_rates": (0.1,),
+    "meta_rates": (1e-2,),
+    "tasks": 4,
+    "queries": 5,
+    "channels": 16,
+    "watch_tasks": 50,
+    "glyphs": True,
+}
 
 
 def make_recipe(
@@ -96,3 +122,23 @@ def tasks_of(
             f"{error} `metanudge data omniglot` fetches it; METANUDGE_DATA names a folder that"
             " has it."
         ) from error
+
+
+def search(
+    setting: str,
+    estimator: Estimator,
+    sizes: Sizes,
+    *,
+    inner_rates: Sequence[float],
+    keep: int,
+    device: torch.device,
+) -> fewshot.Search:
+    """The best pair of learning rates of a grid, on a model and a stream of tasks of its own; the
+    same for all seeds.
+    """
+    trial, _ = make_trial(setting, estimator, sizes, seed=TUNING_SEED, device=device)
+    recipes = [
+        make_recipe(setting, inner, rate, sizes.tuning[-1], sizes)
+        for inner, rate in itertools.product(inner_rates, sizes.meta_rates)
+    ]
+    return fewshot.best_recipe(trial, recipes, sizes.tuning, keep=keep, tasks=sizes.val_tasks)

@@ -6,44 +6,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import metanudge as mn
-from metanudge_lab import style
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments.base import (
-    Cell,
-    Drawing,
-    Experiment,
-    Result,
-    Row,
-    Shown,
-    Table,
-    Verdict,
-)
-from metanudge_lab.experiments.spread import Spread, short
+from metanudge_lab.experiments.base import Cell, Experiment, Row, Settings
+from metanudge_lab.experiments.outer_loss_figures import draw, table
+from metanudge_lab.experiments.outer_loss_rows import LIMITED, LOSSES
+from metanudge_lab.experiments.outer_loss_verdict import judge
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
-LOSSES = {
-    "exact": "outer loss at the inner solution",
-    "adapted": "outer loss after the inner steps",
-}
-BRIEF = {"exact": "at the inner solution", "adapted": "after the inner steps"}
-COMPETITIVE = 2.0  # "highly competitive": at most so many times the other's excess
-# ES-MAML never comes to rest
-LIMITED = (q.SYMMETRIC, q.GRADIENT, q.IMAML_2, q.IMAML_5, q.IMAML_10, q.MAML, q.FO_MAML, q.REPTILE)
 # of differences; Newton steps; what may be left of the estimate, relative to that at θ = 0
 STEP, LONGEST, CLOSE = (1e-3, 60, 1e-8)
 DIVERGED = 1e6  # times the loss at the start
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of the measurement.
+class Config(Settings):
+    """Sizes of the measurement. In full eight minutes on one core.
 
     `rates` are meta-learning rates in units of 1/curvature of the outer loss, the same grid for
     every method.
@@ -65,11 +49,6 @@ class Config:
         """A minute; without ES-MAML, which takes as long as all the others together."""
         methods = tuple(method for method in cls.methods if method != q.ES_MAML)
         return cls(iterations=12, limit_steps=(5, 20, 50), tasks=8, seeds=1, methods=methods)
-
-    @classmethod
-    def full(cls) -> Config:
-        """Eight minutes on one core."""
-        return cls()
 
 
 def cells(config: Config) -> list[Cell]:
@@ -180,290 +159,12 @@ def drawn(iterations: int) -> list[int]:
     return [*chosen, iterations]
 
 
-def draw(result: Result[Config]) -> list[Drawing]:
-    """Excess outer loss on the way and in the limit, one panel for each of the two losses."""
-    drawings = [_draw_descent(result)] if _trained(result) else []
-    return [*drawings, _draw_limits(result)] if result.distinct("steps") else drawings
-
-
-def _draw_descent(result: Result[Config]) -> Drawing:
-    """Against iterations, at every method's best rate."""
-    figure, axes = style.figure(2, width=10.8, height=4.6)
-    for one, (loss, name) in zip(axes, LOSSES.items(), strict=True):
-        for method in _trained(result):
-            rate = best_rate(result, method, loss)
-            at = sorted({row["iteration"] for row in result.rows(method=method, rate=rate)})
-            spreads = [
-                Spread.of(result.values(loss, method=method, rate=rate, iteration=k)) for k in at
-            ]
-            _line(one, method, at, spreads, markevery=0.12)
-        one.set(yscale="log", xlabel="meta-iterations", ylabel="above the minimum", title=name)
-        one.set_ylim(bottom=max(1e-6, one.get_ylim()[0]))
-        one.xaxis.get_major_locator().set_params(integer=True)
-    style.legend(axes[-1])
-    return Drawing(figure, alt=_alt(result))
-
-
-def _draw_limits(result: Result[Config]) -> Drawing:
-    """Against inner steps, where the estimate vanishes."""
-    figure, axes = style.figure(2, width=10.8, height=4.2)
-    at, methods = (
-        sorted(result.distinct("steps")),
-        [m for m in LIMITED if any("steps" in row for row in result.rows(method=m))],
-    )
-    for one, (loss, name) in zip(axes, LOSSES.items(), strict=True):
-        for method in methods:
-            shown = [k for k in at if result.values(loss, method=method, steps=k)]
-            _line(
-                one,
-                method,
-                shown,
-                [Spread.of(result.values(loss, method=method, steps=k)) for k in shown],
-            )
-        one.set(
-            xscale="log",
-            xlabel="inner steps K",
-            ylabel="above the minimum, in the limit",
-            title=name,
-        )
-        # MAML ends at the minimum itself
-        if positive := [y for line in one.lines for y in line.get_ydata() if 1e-7 < y < math.inf]:
-            one.set(yscale="log", ylim=(min(positive) / 2, None))
-        one.set_xticks(at, labels=[str(k) for k in at])
-        one.set_xticks([], minor=True)
-    style.legend(axes[-1])
-    ends = ", ".join(
-        f"{m} {short(_at_rest(result, m, 'adapted', at[-1]))}"
-        for m in methods
-        if result.values("exact", method=m, steps=at[-1])
-    )
-    return Drawing(
-        figure,
-        alt=(
-            "Excess outer loss where each method comes to rest, against inner steps; after"
-            f" {at[-1]}: {ends}."
-        ),
-        suffix="limit",
-    )
-
-
-def _line(axes: Axes, method: str, at: list[int], spreads: list[Spread], **options: Any) -> None:
-    look = {
-        **style.line(method),
-        "markersize": 4.5,
-        "zorder": 3 if method == q.SYMMETRIC else 2,
-        **options,
-    }
-    axes.plot(at, [s.median for s in spreads], **look)
-    axes.fill_between(
-        at,
-        [s.low for s in spreads],
-        [s.high for s in spreads],
-        color=look["color"],
-        alpha=0.13,
-        linewidth=0,
-    )
-
-
-def table(result: Result[Config]) -> Table:
-    """The last excess loss at the best rate, which rate that was, and the loss in the limit."""
-    names = ("at the inner solution", f"after {result.config.steps} inner steps")
-    header = (
-        "method",
-        *(
-            column
-            for name in names
-            for column in (name, "best rate (edge of the grid?)", "in the limit")
-        ),
-    )
-    rows = []
-    for method in _trained(result):
-        values: list[Shown | None] = []
-        for loss in LOSSES:
-            rate = best_rate(result, method, loss)
-            limits = result.values(loss, method=method, steps=result.config.steps)
-            limit = _shown(_at_rest(result, method, loss, result.config.steps)) if limits else None
-            values += [_shown(_last(result, method, loss, rate)), _rate(result, rate), limit]
-        rows.append((method, *values))
-    return Table(header, rows)
-
-
-def judge(result: Result[Config]) -> Verdict:
-    """Ours ends below FO-MAML, Reptile and iMAML with 2 and 5 CG steps, and within a factor of
-    iMAML with 10, in both losses.
-    """
-    last = {
-        (m, loss): _last(result, m, loss, best_rate(result, m, loss))
-        for m in _trained(result)
-        for loss in LOSSES
-    }
-    compared, failed, beaten = 0, [], []
-    for loss in LOSSES:
-        for rival in (q.FO_MAML, q.REPTILE, q.IMAML_2, q.IMAML_5, q.IMAML_10):
-            ours, theirs = last[q.SYMMETRIC, loss], last[rival, loss]
-            factor = COMPETITIVE if rival == q.IMAML_10 else 1.0
-            compared += 1
-            if not ours < factor * theirs:
-                within = f"within a factor of {factor:g} of" if factor > 1 else "below"
-                failed.append(
-                    f"{within} {_spoken(rival)} {BRIEF[loss]} ({short(ours)} against"
-                    f" {short(theirs)})"
-                )
-                beaten.append((rival, loss))
-    measured = _measured(
-        result, {method: short(value) for (method, loss), value in last.items() if loss == "exact"}
-    )
-    if not failed:
-        reason = (
-            "Symmetric FO-B-MAML ends below all four and near iMAML with 10 CG steps, in both"
-            f" losses. {_more_steps(result)}"
-        )
-        return Verdict("reproduced", measured, reason)
-    held = compared - len(failed)
-    reason = (
-        f"{held} of {compared} comparisons hold; symmetric FO-B-MAML does not end"
-        f" {', nor '.join(failed)}."
-    )
-    return Verdict(
-        "partly" if held else "not",
-        measured,
-        f"{reason} {_why(result, beaten)} {_more_steps(result)}",
-    )
-
-
-def _why(result: Result[Config], beaten: list[tuple[str, str]]) -> str:
-    """Whether comparisons fail in passing or for the bias that so few inner steps leave: the limits
-    tell.
-    """
-    passing = [pair for pair in beaten if _holds_at_rest(result, *pair, result.config.steps)]
-    biased = [pair for pair in beaten if pair not in passing]
-    told = []
-    if biased:
-        held = [
-            k
-            for k in result.config.limit_steps
-            if all(_holds_at_rest(result, *pair, k) for pair in biased)
-        ]
-        told.append(
-            f"{'Those' if not passing else 'Some'} fail not for want of iterations, but for the"
-            f" bias that {result.config.steps} inner steps leave: also in the limit (second"
-            " figure), where the estimate vanishes and descent along it comes to rest"
-            + (
-                f"; there they hold with K = {', '.join(map(str, held))}."
-                if held
-                else ", with every K tried."
-            )
-        )
-    for rival, loss in passing:
-        ours, theirs = (
-            short(_at_rest(result, method, loss, result.config.steps))
-            for method in (q.SYMMETRIC, rival)
-        )
-        told.append(
-            f"{BRIEF[loss].capitalize()} {_spoken(rival)} is ahead only in passing: in the limit it"
-            f" is {ours} against {theirs}."
-        )
-    return " ".join(told)
-
-
-def _holds_at_rest(result: Result[Config], rival: str, loss: str, steps: int) -> bool:
-    factor = COMPETITIVE if rival == q.IMAML_10 else 1.0
-    return _at_rest(result, q.SYMMETRIC, loss, steps) < factor * _at_rest(
-        result, rival, loss, steps
-    )
-
-
-def _spoken(method: str) -> str:
-    return method.replace(",", " with")
-
-
-def _more_steps(result: Result[Config]) -> str:
-    """What more inner steps do to the limits."""
-    first, last = result.config.limit_steps[0], result.config.limit_steps[-1]
-    told = [
-        f"{short(_at_rest(result, m, 'exact', first))} to"
-        f" {short(_at_rest(result, m, 'exact', last))} for {_spoken(m)}"
-        for m in (q.SYMMETRIC, q.GRADIENT, q.IMAML_5, q.FO_MAML, q.REPTILE)
-    ]
-    return (
-        f"More inner steps, K = {first} to {last}, bring the limit at the inner solution from"
-        f" {', '.join(told)}."
-    )
-
-
-def _at_rest(result: Result[Config], method: str, loss: str, steps: int) -> float:
-    """The excess loss in the limit; where descent would not end there, none."""
-    rows = result.rows(method=method, steps=steps)
-    return Spread.of(
-        [
-            math.nan if row[loss] is None or not row["stable"] else abs(float(row[loss]))
-            for row in rows
-        ]
-    ).median
-
-
-def _trained(result: Result[Config]) -> list[str]:
-    """The methods of which some descent is there."""
-    return [
-        method
-        for method in result.distinct("method")
-        if any("rate" in row for row in result.rows(method=method))
-    ]
-
-
-def best_rate(result: Result[Config], method: str, loss: str) -> float:
-    """The rate whose last loss has the smallest median over the seeds; chosen alike for every
-    method.
-    """
-    rates = [rate for rate in result.config.rates if result.rows(method=method, rate=rate)]
-    return min(rates, key=lambda rate: _last(result, method, loss, rate))
-
-
-def _last(result: Result[Config], method: str, loss: str, rate: float) -> float:
-    return Spread.of(
-        result.values(loss, method=method, rate=rate, iteration=result.config.iterations)
-    ).median
-
-
-def _measured(result: Result[Config], last: dict[str, str]) -> str:
-    return (
-        f"After {result.config.iterations} meta-iterations the outer loss (at the inner solution)"
-        f" is above its minimum by {last[q.SYMMETRIC]} with symmetric FO-B-MAML, {last[q.GRADIENT]}"
-        f" with the gradient nudge, {last[q.IMAML_2]}, {last[q.IMAML_5]} and {last[q.IMAML_10]}"
-        f" with iMAML and 2, 5 and 10 CG steps, {last[q.FO_MAML]} with FO-MAML and"
-        f" {last[q.REPTILE]} with Reptile."
-    )
-
-
 def _row(iteration: int, theta: torch.Tensor, losses: dict[str, q.OuterLoss]) -> Row:
     values = {name: loss.excess(theta.detach()) for name, loss in losses.items()}
     return {
         "iteration": iteration,
         **{name: float(f"{value:.5g}") for name, value in values.items()},
     }
-
-
-def _shown(excess: float) -> Shown:
-    return Shown(excess, short(excess))
-
-
-def _rate(result: Result[Config], rate: float) -> Shown:
-    edge = len(result.config.rates) > 1 and rate in (
-        result.config.rates[0],
-        result.config.rates[-1],
-    )
-    return Shown(rate, f"{rate:g}" + (" (edge)" if edge else ""))
-
-
-def _alt(result: Result[Config]) -> str:
-    ends = [
-        f"{m} {_shown(_last(result, m, 'exact', best_rate(result, m, 'exact'))).text}"
-        for m in _trained(result)
-    ]
-    return (
-        "Excess outer loss against meta-iterations, logarithmic. At the inner solution, after the"
-        f" last iteration: {', '.join(ends)}."
-    )
 
 
 EXPERIMENT = Experiment(

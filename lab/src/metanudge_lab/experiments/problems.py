@@ -19,6 +19,23 @@ from metanudge.task import TaskBatch
 from metanudge.testing.problems import Setup, classification_tasks, seeded
 
 
+def conv_net(*, smooth: bool, channels: int = 4, size: int = 8) -> nn.Module:
+    """Two convolutions and three classes: with softplus and average pooling, or with ReLU and
+    max-pooling, and else the same.
+    """
+    activation, pooling = (nn.Softplus, nn.AvgPool2d) if smooth else (nn.ReLU, nn.MaxPool2d)
+    return nn.Sequential(
+        nn.Conv2d(1, channels, 3, padding=1),
+        activation(),
+        pooling(2),
+        nn.Conv2d(channels, channels, 3, padding=1),
+        activation(),
+        pooling(2),
+        nn.Flatten(),
+        nn.Linear((size // 4) ** 2 * channels, 3),
+    )
+
+
 def small_conv_net(
     *,
     smooth: bool,
@@ -28,25 +45,9 @@ def small_conv_net(
     query: int = 30,
     seed: int = 0,
 ) -> Setup:
-    """Two convolutions on 8 × 8 images: with softplus and average pooling, or with ReLU and
-    max-pooling, and else the same.
-    """
-
-    def build() -> nn.Module:
-        activation, pooling = (nn.Softplus, nn.AvgPool2d) if smooth else (nn.ReLU, nn.MaxPool2d)
-        return nn.Sequential(
-            nn.Conv2d(1, channels, 3, padding=1),
-            activation(),
-            pooling(2),
-            nn.Conv2d(channels, channels, 3, padding=1),
-            activation(),
-            pooling(2),
-            nn.Flatten(),
-            nn.Linear(4 * channels, 3),
-        )
-
+    """`conv_net` on 8 × 8 images."""
     return Setup(
-        seeded(seed, build),
+        seeded(seed, lambda: conv_net(smooth=smooth, channels=channels)),
         F.cross_entropy,
         classification_tasks((1, 8, 8), 3, tasks, support, query, seed),
     )

@@ -22,6 +22,7 @@ from metanudge_lab.experiments.base import (
     json_safe,
     label,
 )
+from metanudge_lab.experiments.working import forget, working_in
 from metanudge_lab.progress import Lines, Progress
 from metanudge_lab.provenance import provenance, same_machine
 
@@ -98,11 +99,12 @@ def run(
                 break
             show.start(label(cell))
             begun = time.monotonic()
-            rows = json_safe(experiment.measure(dict(cell), result.config, device))
-            seconds = time.monotonic() - begun
-            longest = max(longest, seconds)
-            result = _with_cell(result, Measured(cell, rows, round(seconds, 3), machine))
-            store.save(file, result)
+            with working_in(store.working_folder(file, result.config, cell)):
+                rows = json_safe(experiment.measure(dict(cell), result.config, device))
+                seconds = time.monotonic() - begun
+                longest = max(longest, seconds)
+                result = _with_cell(result, Measured(cell, rows, round(seconds, 3), machine))
+                store.save(file, result)
             show.finish(label(cell), seconds)
     finally:
         show.end()
@@ -142,7 +144,11 @@ def _former(experiment: Experiment[Any], file: Path, options: Options, config: A
         f"{experiment.name}: cells are not distinct"
     )
     fresh = Result(experiment.name, options.mode, config, missing=cells)
-    if options.restart or not file.is_file():
+    if options.restart:
+        for cell in cells:
+            forget(store.working_folder(file, config, cell))
+        return fresh
+    if not file.is_file():
         return fresh
     differences = store.changes(experiment, file, config)
     if differences:

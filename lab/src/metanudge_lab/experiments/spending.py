@@ -15,6 +15,13 @@ from metanudge.testing.problems import log_slope
 from metanudge_lab.experiments.base import Result, Row
 from metanudge_lab.experiments.spread import Spread
 
+MAML, IMAML, FO_MAML, REPTILE = "MAML", "iMAML", "FO-MAML", "Reptile"
+FORWARD, SYMMETRIC, FIVE_POINT = (
+    f"FO-B-MAML {kind}" for kind in ("forward", "symmetric", "five-point")
+)
+GRADIENT, TANGENT = (f"FO-B-MAML {kind}" for kind in ("gradient nudge", "tangent"))
+METHODS = (MAML, IMAML, FORWARD, SYMMETRIC, FIVE_POINT, GRADIENT, TANGENT, FO_MAML, REPTILE)
+BIASED = (FO_MAML, REPTILE)
 GD, NESTEROV = "gradient descent", "Nesterov"
 PRECISION, MEMORY = "precision", "memory"
 

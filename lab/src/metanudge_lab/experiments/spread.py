@@ -104,6 +104,16 @@ class Mean:
             mean, t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
         )
 
+    @property
+    def half(self) -> float:
+        """The half-width, 0 where there is none."""
+        return 0.0 if math.isnan(self.ci95) else self.ci95
+
+    @property
+    def spread(self) -> Spread:
+        """Its interval as one to draw."""
+        return Spread(self.mean, self.mean - self.half, self.mean + self.half)
+
     def text(self, digits: int) -> str:
         """Such as "97.53 ± 0.12"; without an interval where there is none.
 

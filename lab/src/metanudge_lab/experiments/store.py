@@ -3,18 +3,28 @@
 FOLDER/NAME.json          full
 FOLDER/quick/NAME.json    quick
 FOLDER/figures/           PNG and SVG, drawn from the files above
+FOLDER/NAME.cells/        while a cell is measured, what it needs to go on after a crash
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from metanudge.training import files
 from metanudge.training.errors import UserError
-from metanudge_lab.experiments.base import MODES, Experiment, Measured, Mode, Result, json_safe
+from metanudge_lab.experiments.base import (
+    MODES,
+    Cell,
+    Experiment,
+    Measured,
+    Mode,
+    Result,
+    json_safe,
+)
 
 FORMAT = 1
 REPAIR = "Delete it, or measure anew with --restart."
@@ -23,6 +33,12 @@ REPAIR = "Delete it, or measure anew with --restart."
 def result_file(folder: Path, name: str, mode: Mode) -> Path:
     """Where the rows of an experiment are."""
     return folder / f"{name}.json" if mode == "full" else folder / "quick" / f"{name}.json"
+
+
+def working_folder(file: Path, config: Any, cell: Cell) -> Path:
+    """Where a cell keeps what it needs to go on after a crash; another one for another config."""
+    content = json.dumps(json_safe([dataclasses.asdict(config), cell]), sort_keys=True)
+    return file.with_suffix(".cells") / hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def save(file: Path, result: Result[Any]) -> None:

@@ -121,3 +121,20 @@ def cosine(result: Result[Any], key: str, point: str, steps: int, variant: Varia
     """Median over the seeds of the cosine with a target."""
     found = result.values(f"cosine_{key}", part="error", point=point, steps=steps, **variant.keys)
     return Spread.of(found).median if found else math.nan
+
+
+def compared(result: Result[Any]) -> list[tuple[str, str]]:
+    """By what variants are compared: data, and accuracy with as many steps as in training or with
+    more.
+    """
+    return [
+        (part, key)
+        for part in DATA
+        if result.rows(part=part)
+        for key in ("accuracy", "accuracy_more")
+    ]
+
+
+def name_of(result: Result[Any], part: str, key: str) -> str:
+    """What is compared, in words."""
+    return DATA[part] + ("" if key == "accuracy" else f", {result.config.more_steps} steps")

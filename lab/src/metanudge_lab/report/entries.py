@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from metanudge.training.clock import clock
+from metanudge.names import clock
 from metanudge.training.errors import UserError
 from metanudge_lab.experiments import available, load
 from metanudge_lab.experiments.base import Drawing, Experiment, Result, Shown, Table

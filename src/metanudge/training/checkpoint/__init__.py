@@ -16,15 +16,13 @@ the format.
     optimizer.load_state_dict(checkpoint.state["optimizer"])
     set_rng_state(checkpoint.state["rng"])
 
-Four parts: values (`pack`, `unpack`), random states, one folder (`save`, `load`), many folders
-(`CheckpointStore`).
+Three parts: values (`pack`, `unpack`) and random states; files that vouch for themselves; folders,
+one (`save`, `load`) and many (`CheckpointStore`).
 """
 
-from metanudge.training.checkpoint.errors import CheckpointError
-from metanudge.training.checkpoint.folder import Checkpoint, load, save
-from metanudge.training.checkpoint.random_state import rng_state, set_rng_state
-from metanudge.training.checkpoint.store import CheckpointStore
-from metanudge.training.checkpoint.values import pack, unpack
+from metanudge.training.checkpoint.store import Checkpoint, CheckpointStore, load, save
+from metanudge.training.checkpoint.values import pack, rng_state, set_rng_state, unpack
+from metanudge.training.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",

@@ -1,8 +1,8 @@
-"""The file system below the checkpoints: writes that are durable, reads and failures that explain
-themselves.
+"""The files of a checkpoint: written durably, read with every size and sha256 verified, and errors
+that explain themselves.
 
-Everything that changes the disk goes through `disk` in this file, so that tests can stop the
-program at each call.
+`manifest.json` vouches for each file of a checkpoint, and with a seal for itself. Everything that
+changes the disk goes through `disk`, so that tests can stop the program at each call.
 """
 
 from __future__ import annotations
@@ -10,13 +10,22 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from metanudge.training.checkpoint.errors import CheckpointError, damaged
-from metanudge.training.files import NEW, is_real_folder, read_bytes
+from metanudge.training.errors import CheckpointError
+from metanudge.training.files import NEW, SEAL, is_real_folder, parse_json, read_bytes
+from metanudge.training.files import seal as sealed
+
+VERSION = 1
+MANIFEST = "manifest.json"
+
+
+def damaged(file: Path, problem: str) -> CheckpointError:
+    """The error to raise for a file that is not what was written."""
+    return CheckpointError(file, problem, "The checkpoint is damaged; nothing of it was loaded.")
 
 
 class Disk:
@@ -75,22 +84,12 @@ def sync_folder(folder: Path) -> None:
         disk.close(descriptor)
 
 
-def create_folder(folder: Path) -> None:
-    """Make a new folder; its name is durable once the folder it is in is synced."""
-    disk.mkdir(folder)
-
-
 def ensure_folder(folder: Path) -> None:
     """Make a folder and those it is in, durably, where they do not exist yet."""
     if not folder.is_dir():
         ensure_folder(folder.parent)
-        create_folder(folder)
+        disk.mkdir(folder)
         sync_folder(folder.parent)
-
-
-def rename(old: Path, new: Path) -> None:
-    """Rename a file or folder in one instant; durable once the folder it is in is synced."""
-    disk.rename(old, new)
 
 
 def remove(path: Path) -> None:
@@ -158,3 +157,83 @@ def os_errors_explained(folder: Path) -> Iterator[None]:
             f"could not be written ({error.strerror}); earlier checkpoints are untouched",
             _FIXES.get(error.errno or 0, "Check the disk and the path, then save again."),
         ) from error
+
+
+# The manifest
+
+
+def seal(document: dict[str, Any]) -> bytes:
+    """The bytes of a manifest: it vouches for all files, so it must vouch for itself too."""
+    return sealed(document, indent=1).encode()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint without its seal, which is verified, as is the format
+    version.
+    """
+    path = folder / MANIFEST
+    if not exists(folder):
+        raise CheckpointError(folder, "does not exist", "Check the path.")
+    data = read_file(path)
+    try:
+        manifest: dict[str, Any] = parse_json(data)
+        del manifest[SEAL]
+        # Written again it must give the same bytes: this compares the checksum and everything it
+        # does not cover.
+        intact = seal(manifest) == data
+    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise damaged(path, "does not match its own sha256")
+    if manifest.get("version") != VERSION:
+        raise CheckpointError(
+            path,
+            f"has format version {manifest.get('version')}, and this metanudge reads version"
+            f" {VERSION}",
+            "Load it with the metanudge that wrote it, or a newer one.",
+        )
+    if not _describes(manifest.get("files")) or not _is_count(manifest.get("step")):
+        raise damaged(path, "does not say which step and files it is of, as a manifest must")
+    return manifest
+
+
+def _describes(files: Any) -> bool:
+    """Whether each file has a size and a sha256."""
+    return isinstance(files, dict) and all(
+        isinstance(file, dict)
+        and _is_count(file.get("bytes"))
+        and isinstance(file.get("sha256"), str)
+        for file in files.values()
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def check_names(folder: Path, files: Mapping[str, Any]) -> None:
+    """Refuse a folder that lacks a file of the manifest or has one that is not in it."""
+    # Hidden files are file managers' and network file systems' own and do no harm.
+    found = {path.name for path in children(folder) if not path.name.startswith(".")} - {MANIFEST}
+    for name in sorted(files.keys() - found):
+        raise damaged(folder / name, "is missing")
+    for name in sorted(found - files.keys()):
+        raise CheckpointError(
+            folder / name,
+            "is not in the manifest: it does not belong to this checkpoint",
+            "Move it out of the folder.",
+        )
+
+
+def read_verified(path: Path, expected: Mapping[str, Any]) -> bytes:
+    """The bytes of a file, if they have the size and sha256 that the manifest says."""
+    data = read_file(path)
+    if len(data) != expected["bytes"]:
+        raise damaged(path, f"has {len(data)} bytes where the manifest says {expected['bytes']}")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != expected["sha256"]:
+        raise damaged(
+            path,
+            f"has sha256 {digest[:12]}... where the manifest says {expected['sha256'][:12]}...",
+        )
+    return data

@@ -1,4 +1,5 @@
-"""Values: any nest of Python values, tensors and arrays ↔ flat tensors and JSON.
+"""What a checkpoint holds: any nest of Python values, tensors and arrays ↔ flat tensors and JSON,
+and named tensors ↔ the bytes of a safetensors file.
 
 A document is plain JSON wherever it can be. What JSON cannot say is a mapping whose first key
 begins with `$` and tells the kind: `{"$tuple": [...]}`, `{"$tensor": name}`. A dictionary that JSON
@@ -9,10 +10,12 @@ would change, or that has such a key itself, is written as its pairs: `{"$dict":
 from __future__ import annotations
 
 import base64
+import json
 import math
+import random
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,8 +23,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metanudge.training.checkpoint.tensor_file import check_tensor
-
+# The dtypes a checkpoint can hold, by their names in a safetensors file.
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {
     "$dict": dict,
     "$OrderedDict": OrderedDict,
@@ -50,16 +69,26 @@ def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
         >>> unpack(tensors, document)
         {0: {'step': tensor(3.)}, 'betas': (0.9, 0.999)}
     """
-    tensors: dict[str, Tensor] = {}
+    packer = _Packer()
+    document = packer.encode(value, ())
+    return packer.tensors, document
 
-    def place(tensor: Tensor, path: tuple[Any, ...]) -> str:
+
+class _Packer:
+    """Takes a value apart, and has the tensors that were found in it."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def _place(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
         check_tensor(tensor, _spell(path))
         # The number makes the name unique: the keys 0 and "0" spell the same path.
-        name = f"{len(tensors)}:{'/'.join(str(key) for key in path)}"
-        tensors[name] = tensor
+        name = f"{len(self.tensors)}:{'/'.join(str(key) for key in path)}"
+        self.tensors[name] = tensor
         return name
 
-    def encode(value: Any, path: tuple[Any, ...]) -> Any:
+    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        """The document of the value at a place."""
         if len(path) > _DEEPEST:
             raise ValueError(
                 f"{_spell(path[:3])}... is nested more than {_DEEPEST} levels deep. Does it contain"
@@ -79,23 +108,23 @@ def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
         if kind is bytes:
             return {"$bytes": base64.b64encode(value).decode("ascii")}
         if kind is list:
-            return [encode(item, (*path, i)) for i, item in enumerate(value)]
+            return [self.encode(item, (*path, i)) for i, item in enumerate(value)]
         if kind is tuple:
-            return {"$tuple": [encode(item, (*path, i)) for i, item in enumerate(value)]}
+            return {"$tuple": [self.encode(item, (*path, i)) for i, item in enumerate(value)]}
         if kind in _MAPPINGS.values():
-            return encode_mapping(value, path)
+            return self._encode_mapping(value, path)
         if isinstance(value, Tensor):
-            name, order = place(value, path), _layout(value)
+            name, order = self._place(value, path), _layout(value)
             return {"$tensor": name} if order is None else {"$tensor": name, "order": order}
         if (array := _as_tensor(value)) is not None:
-            return {"$array" if kind is np.ndarray else "$scalar": place(array, path)}
+            return {"$array" if kind is np.ndarray else "$scalar": self._place(array, path)}
         raise TypeError(
             f"{_spell(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot"
             " hold. It holds None, bool, int, float, str, bytes, list, tuple, dict, tensors and"
             " NumPy arrays (no subclasses): convert it, or save its state_dict()."
         )
 
-    def encode_mapping(value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
+    def _encode_mapping(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
         for key in value:
             if isinstance(key, Tensor):
                 raise TypeError(
@@ -108,17 +137,14 @@ def pack(value: Any) -> tuple[dict[str, Tensor], Any]:
         if type(value) is dict and all(
             type(key) is str and not key.startswith("$") for key in value
         ):
-            return {key: encode(item, (*path, key)) for key, item in value.items()}
+            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         tag = next(tag for tag, mapping in _MAPPINGS.items() if type(value) is mapping)
         return {
             tag: [
-                [encode(key, (*path, key)), encode(item, (*path, key))]
+                [self.encode(key, (*path, key)), self.encode(item, (*path, key))]
                 for key, item in value.items()
             ]
         }
-
-    document = encode(value, ())
-    return tensors, document
 
 
 def unpack(tensors: Mapping[str, Tensor], document: Any) -> Any:
@@ -188,3 +214,114 @@ def _layout(tensor: Tensor) -> list[int] | None:
         return None
     order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride()[axis])
     return order if tensor.permute(order).is_contiguous() else None
+
+
+# Tensors
+
+
+def check_tensor(tensor: Tensor, where: str) -> None:
+    """Refuse a tensor that the file cannot hold; `where` is its place, for the message."""
+    plain = tensor.detach()
+    if (
+        type(plain) is not Tensor
+        or plain.layout != torch.strided
+        or plain.is_meta
+        or plain.is_quantized
+    ):
+        kind = f"{type(plain).__name__}, {plain.layout}, {plain.device}"
+        raise TypeError(
+            f"{where} is a tensor without plain dense values ({kind}), which a checkpoint cannot"
+            " hold. Convert it first: to_dense(), dequantize(), full_tensor() or materialise it."
+        )
+    if plain.dtype not in DTYPES:
+        raise TypeError(
+            f"{where} has dtype {plain.dtype}, which a checkpoint cannot hold. "
+            "Convert it first: a complex tensor with torch.view_as_real."
+        )
+
+
+def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, tensor by tensor.
+
+    The library's own writer either builds the whole file in memory or reports a full disk without
+    its error code.
+    """
+    # Data of wide types first keeps every tensor aligned to its type; the header keeps the order it
+    # was given.
+    ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    offset, offsets = 0, {}
+    for name in ordered:
+        offsets[name] = [
+            offset,
+            offset := offset + tensors[name].numel() * tensors[name].element_size(),
+        ]
+    header = {
+        name: {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets[name],
+        }
+        for name, tensor in tensors.items()
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in ordered:
+        if tensors[name].numel():
+            plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+            # A tensor of one element counts as contiguous whatever its stride, but only stride 1
+            # can be seen as bytes.
+            yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def decode_tensors(data: bytes) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, in the order of its header."""
+    import safetensors  # here: a trainer that only writes does without the package
+
+    # Not safetensors.torch.load, which did not know unsigned integers before version 0.6 and loses
+    # the order.
+    views = dict(safetensors.deserialize(data))
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    tensors = {}
+    for name in header:
+        raw, dtype = views[name]["data"], dtypes[views[name]["dtype"]]
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.reshape(views[name]["shape"])
+    return tensors
+
+
+# Random states
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of the global random generators of Python, NumPy and torch (CPU and every GPU), as
+    `save` takes them.
+
+    A `torch.Generator` of your own is saved with `generator.get_state()`, a NumPy one with
+    `rng.bit_generator.state`.
+
+    Example:
+        >>> before = rng_state()
+        >>> first = torch.rand(2)
+        >>> set_rng_state(before)
+        >>> torch.equal(first, torch.rand(2))
+        True
+    """
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  the global state, since models may use it
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put the global random generators back; states of GPUs that this machine does not have are
+    left out.
+    """
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    for device, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda, device)

@@ -14,7 +14,6 @@ Cost per task: one solve per entry of `steps`, and per entry one forward pass of
 (three passes with BatchNorm).
 """
 
-from metanudge.training.evaluation.batchnorm import SupportStatistics, with_support_statistics
 from metanudge.training.evaluation.measure import (
     Progress,
     default_steps,
@@ -22,13 +21,14 @@ from metanudge.training.evaluation.measure import (
     evaluate_run,
     evaluate_tasks,
 )
-from metanudge.training.evaluation.plot import plot_steps
+from metanudge.training.evaluation.predict import SupportStatistics, with_support_statistics
 from metanudge.training.evaluation.report import (
     BatchNormProtocol,
     ClassAccuracy,
     EvaluationReport,
     StepResult,
 )
+from metanudge.training.summary import plot_steps
 
 __all__ = [
     "BatchNormProtocol",

@@ -1,22 +1,31 @@
-"""The evaluation itself: draw tasks, adapt, predict, count."""
+"""The evaluation itself: draw tasks, adapt on the engine that suits them, predict, count."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from metanudge.engines import Cost, Engine, Inner, InplaceEngine, StackingError
+from metanudge.evaluation import ci95
 from metanudge.learner import MetaLearner
+from metanudge.params import Params
 from metanudge.task import Task, TaskBatch
 from metanudge.tasks import Episodes
 from metanudge.tasks.classification import ClassEpisodes
 from metanudge.tasks.episodes import Split, check_count, check_split
-from metanudge.training.evaluation.adaptation import adapted
 from metanudge.training.evaluation.predict import Predictor
-from metanudge.training.evaluation.report import EvaluationReport
-from metanudge.training.evaluation.tally import ClassTally, Tally
+from metanudge.training.evaluation.report import (
+    BatchNormProtocol,
+    ClassAccuracy,
+    EvaluationReport,
+    StepResult,
+)
 
 if TYPE_CHECKING:
     from metanudge.training.runs import Run
@@ -180,3 +189,118 @@ def _checked(steps: Sequence[int]) -> Sequence[int]:
                 " number."
             )
     return steps
+
+
+def adapted(
+    learner: MetaLearner, batch: TaskBatch, steps: Sequence[int], *, first: int
+) -> Iterator[tuple[list[int], int, Params]]:
+    """Groups of tasks of a batch, as places in it, with their adapted parameters after each number
+    of steps; largest number first.
+    """
+    problem = learner.problem()
+
+    def groups(engine: Engine) -> Iterator[tuple[list[int], int, Params]]:
+        with (
+            torch.enable_grad(),
+            engine.session(problem, batch, width=1, seed=0, cost=Cost(), first=first) as inners,
+        ):
+            for inner in inners:
+                for k in sorted(steps, reverse=True):
+                    yield [place - first for place in inner.places], k, _phi(inner, learner, k)
+
+    engine, _ = learner.choose_engine(batch)
+    begun = False
+    try:
+        for group in groups(engine):
+            begun = True
+            yield group
+    except StackingError:
+        if begun or learner.engine != "auto":
+            raise
+        yield from groups(InplaceEngine())
+
+
+def _phi(inner: Inner, learner: MetaLearner, steps: int) -> Params:
+    solver = learner.solver if steps == 0 else dataclasses.replace(learner.solver, steps=steps)  # type: ignore[type-var]
+    d = inner.zeros(inner.tasks) if steps == 0 else inner.solve(solver).displacement
+    theta = inner.theta
+    return {n: (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
+
+
+class Tally:
+    """Losses and hits of one (steps, protocol) cell, task by task."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.hits: dict[int, Tensor | None] = {}  # (num_query,) bool per task
+
+    def add(self, places: Sequence[int], loss: Tensor, output: Tensor, target: Any) -> None:
+        """Note tasks; `loss` is `(tasks,)`, `output` `(tasks, num_query, ...)`."""
+        finite = torch.isfinite(output).flatten(1).all(1) & torch.isfinite(loss)
+        self.losses.update(
+            zip(places, torch.where(finite, loss.double(), math.nan).tolist(), strict=True)
+        )
+        if _is_classification(output, target):
+            hits = (output.argmax(-1) == target) & finite[:, None]
+            self.hits.update(zip(places, hits.cpu(), strict=True))
+        else:
+            self.hits.update((place, None) for place in places)
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Per task, in the order of the tasks."""
+        return [
+            math.nan if h is None else float(h.double().mean())
+            for _, h in sorted(self.hits.items(), key=lambda item: item[0])
+        ]
+
+    def result(self, steps: int, protocol: BatchNormProtocol | None) -> StepResult:
+        """The summary over tasks."""
+        accuracies = sorted(self.accuracies)
+        worst = accuracies[: math.ceil(len(accuracies) / 10)]
+        losses = [loss for loss in self.losses.values() if not math.isnan(loss)]
+        return StepResult(
+            steps,
+            protocol,
+            *_mean_and_ci95(losses),
+            *_mean_and_ci95(accuracies),
+            worst_decile=sum(worst) / len(worst),
+            diverged=len(self.losses) - len(losses),
+        )
+
+
+class ClassTally:
+    """Hits and examples of every class, over all tasks."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}  # name: [hits, examples]
+
+    def add(self, hits: Tensor | None, target: Tensor, names: Sequence[str] | None) -> None:
+        """Note the query examples of one task; without `hits` (regression) nothing."""
+        if hits is None:
+            return
+        for label, hit in zip(target.tolist(), hits.tolist(), strict=True):
+            counts = self._counts.setdefault(names[label] if names else f"label {label}", [0, 0])
+            counts[0] += hit
+            counts[1] += 1
+
+    @property
+    def classes(self) -> tuple[ClassAccuracy, ...]:
+        """Worst first."""
+        found = [
+            ClassAccuracy(name, hits / count, count) for name, (hits, count) in self._counts.items()
+        ]
+        return tuple(sorted(found, key=lambda c: (c.accuracy, c.name)))
+
+
+def _is_classification(output: Tensor, target: Any) -> bool:
+    """Whether `(tasks, n, classes)` outputs meet `(tasks, n)` integer labels."""
+    integer = isinstance(target, Tensor) and not (
+        target.is_floating_point() or target.is_complex() or target.dtype == torch.bool
+    )
+    return integer and output.ndim == 3 and target.ndim == 2 and output.shape[2] > 1
+
+
+def _mean_and_ci95(values: Sequence[float]) -> tuple[float, float]:
+    found = torch.tensor(values, dtype=torch.float64)
+    return float(found.mean()), ci95(found)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from metanudge.training.files import without_nan
+
 BatchNormProtocol = Literal["transductive", "inductive"]
 
 
@@ -95,8 +97,7 @@ class EvaluationReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-ready values; NaN becomes None."""
-        plain: dict[str, Any] = _without_nan(dataclasses.asdict(self))
-        return plain
+        return without_nan(dataclasses.asdict(self))
 
     def __str__(self) -> str:
         return "\n".join([*self._headline(), "", *self._table(), *self._class_lines()])
@@ -160,11 +161,3 @@ class EvaluationReport:
         yield f"accuracy by class, worst first ({len(self.classes)} classes)"
         for c in shown:
             yield f"  {c.name:{width}}  {c.accuracy:7.2%}  of {c.examples} examples" if c else "  …"
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,7 +12,7 @@ statistics of the support set, so what is said about a file does not depend on t
 """
 
 from metanudge.training.use.adaptation import adapt
-from metanudge.training.use.classifier import Classifier
+from metanudge.training.use.classifier import Classifier, Prediction, write_predictions
 from metanudge.training.use.export import PROGRAM, WEIGHTS
 from metanudge.training.use.files import (
     DESCRIPTION,
@@ -21,7 +21,6 @@ from metanudge.training.use.files import (
     new_file,
     new_folder,
 )
-from metanudge.training.use.predictions import Prediction, write_predictions
 from metanudge.training.use.preprocessing import Preprocessing
 
 __all__ = [

@@ -1,13 +1,15 @@
-"""`Classifier`: a model adapted to the classes of a support set."""
+"""`Classifier`: a model adapted to the classes of a support set, and what it says about files."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,30 @@ from metanudge.training.use.export import (
     save_weights,
 )
 from metanudge.training.use.files import DESCRIPTION, new_folder
-from metanudge.training.use.predictions import Prediction
 from metanudge.training.use.preprocessing import Preprocessing
 from metanudge.version import __version__
 
 FILES_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says about one file.
+
+    Attributes:
+        file: its path relative to the folder given, or FILE:ROW for the rows of a table.
+        label: the most probable class.
+        probability: of that class.
+        probabilities: of every class, in the order of `Classifier.classes`.
+        truth: the class that the file's sub-folder or the table's label column names, where there
+            is one.
+    """
+
+    file: str
+    label: str
+    probability: float
+    probabilities: tuple[float, ...]
+    truth: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,3 +132,20 @@ class Classifier:
                 json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
             )
         return Path(folder)
+
+
+def write_predictions(
+    file: IO[str], classes: Sequence[str], predictions: Iterable[Prediction]
+) -> list[Prediction]:
+    """Write predictions as CSV: file, label, probability, and one column of probabilities per
+    class. Returns what was written.
+    """
+    fixed = ("file", "label", "probability")
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*fixed, *(f"class {name}" if name in fixed else name for name in classes)])
+    written = []
+    for found in predictions:
+        numbers = (found.probability, *found.probabilities)
+        writer.writerow([found.file, found.label, *(f"{number:.6f}" for number in numbers)])
+        written.append(found)
+    return written

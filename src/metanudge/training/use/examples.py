@@ -10,19 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metanudge.tasks.read_csv import read_csv
-from metanudge.tasks.read_file import read_file
-from metanudge.tasks.read_folder import examples_among, is_visible, read_folder
+from metanudge.tasks.read_csv import Table, read_csv
+from metanudge.tasks.read_folder import examples_among, is_visible, read_file, read_folder
 from metanudge.training.errors import UserError
-from metanudge.training.use.preprocessing import TABLES, Preprocessing
+from metanudge.training.sources import TABLES
+from metanudge.training.use.preprocessing import Preprocessing
 
 
 def read_support(path: Path, how: Preprocessing) -> tuple[Tensor, list[str], Preprocessing]:
     """Raw examples, their labels, and the preprocessing with the table's columns filled in."""
     if _is_table(path):
-        table = read_csv(path, label=how.label, features=how.columns, delimiter=how.delimiter)
-        values = torch.from_numpy(table.values)
-        how.check(values, path)
+        table, values = _read_table(path, how)
         return values, table.labels, replace(how, columns=table.columns)
     if not path.is_dir():
         raise UserError(
@@ -63,14 +61,19 @@ def _is_table(path: Path) -> bool:
     return path.suffix.lower() in TABLES and path.is_file()
 
 
-def _rows(
-    path: Path, how: Preprocessing, classes: Sequence[str]
-) -> Iterator[tuple[str, str | None, Tensor]]:
+def _read_table(path: Path, how: Preprocessing, *, labelled: bool = True) -> tuple[Table, Tensor]:
     table = read_csv(
-        path, label=how.label, features=how.columns, delimiter=how.delimiter, labelled=False
+        path, label=how.label, features=how.columns, delimiter=how.delimiter, labelled=labelled
     )
     values = torch.from_numpy(table.values)
     how.check(values, path)
+    return table, values
+
+
+def _rows(
+    path: Path, how: Preprocessing, classes: Sequence[str]
+) -> Iterator[tuple[str, str | None, Tensor]]:
+    table, values = _read_table(path, how, labelled=False)
     for number, (row, label) in enumerate(zip(values, table.labels, strict=True), start=1):
         yield f"{path.name}:{number}", label if label in classes else None, row
 
@@ -94,9 +97,6 @@ def explained() -> Iterator[None]:
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        told = (
-            str(error)
-            if error.errno is None
-            else f"{error.filename} cannot be read ({error.strerror})."
-        )
-        raise UserError(told) from error
+        if error.errno is None:
+            raise UserError(str(error)) from error
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}).") from error

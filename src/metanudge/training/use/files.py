@@ -85,11 +85,9 @@ def new_folder(path: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
 def check_new_folder(path: Path, *, overwrite: bool, mark: str = DESCRIPTION) -> None:
     """Raise `UserError` where `new_folder` would."""
     if path.exists() and not (overwrite and (path / mark).is_file()):
-        how = (
-            "or replace it with --overwrite"
-            if (path / mark).is_file()
-            else "it is not an exported model, so it is not replaced"
-        )
+        how = "it is not an exported model, so it is not replaced"
+        if (path / mark).is_file():
+            how = "or replace it with --overwrite"
         raise UserError(f"--export {path} exists already. Choose another name; {how}.")
     if not path.parent.is_dir():
         raise UserError(

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from metanudge.tasks import SOURCES
 from metanudge.tasks.images import is_picture
-from metanudge.tasks.read_csv import read_header
+from metanudge.tasks.read_csv import read_csv, read_header
 from metanudge.tasks.standardise import Standardisation
 from metanudge.training.errors import UserError
-from metanudge.training.specs import convert, split_options
+from metanudge.training.sources import TABLES
+from metanudge.training.spec_language import split_options
+from metanudge.training.specs import convert
 
 if TYPE_CHECKING:
     from metanudge.training.runs import Run
-
-
-TABLES = (".csv", ".tsv")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Preprocessing:
             dtype=run.config.dtype,
             grey=not image or shape[0] == 1,
             image_size=(shape[1], shape[2]) if image else None,
-            invert=run.config.data == "omniglot",
+            invert=run.config.data in SOURCES and SOURCES[run.config.data].dark_is_one,
             mean=None if found is None else found.mean,
             scale=None if found is None else found.scale,
             **table,
@@ -88,11 +88,9 @@ class Preprocessing:
         inputs.
         """
         if tuple(raw.shape[1:]) != self.input_shape:
-            kind = (
-                f"{self.input_shape[0]} numbers"
-                if len(self.input_shape) == 1
-                else f"shape {self.input_shape}"
-            )
+            kind = f"shape {self.input_shape}"
+            if len(self.input_shape) == 1:
+                kind = f"{self.input_shape[0]} numbers"
             raise UserError(
                 f"{where} has shape {tuple(raw.shape[1:])}, but the run was trained on examples of"
                 f" {kind}. Give data of the same kind, or use a run that was trained on this kind."
@@ -107,24 +105,12 @@ class Preprocessing:
 
 def _table_options(run: Run) -> dict[str, Any]:
     """Label, columns and delimiter of the table that a run was trained on."""
-
-    def table(
-        *,
-        label: str = "label",
-        features: tuple[str, ...] | None = None,
-        delimiter: str | None = None,
-    ) -> None:
-        """Declares the options; never called."""
-
     raw = split_options(run.config.data_options, "--data-options")
-    wanted = {key: value for key, value in raw.items() if key in ("label", "features", "delimiter")}
-    options = {
-        "label": "label",
-        "delimiter": None,
-        **convert(wanted, table, "--data-options", "of a .csv file"),
-    }
+    read = {key: raw[key] for key in raw if key in ("label", "features", "delimiter")}
+    options = convert(read, read_csv, "--data-options", "of a .csv file")
     # their order matters to the model
     columns = options.pop("features", None) or run.shapes.columns
     if columns is None and Path(run.config.data).is_file():
-        columns = [c for c in read_header(run.config.data, **options) if c != options["label"]]
+        label = options.get("label", "label")
+        columns = [name for name in read_header(run.config.data, **options) if name != label]
     return {**options, "columns": None if columns is None else tuple(columns)}

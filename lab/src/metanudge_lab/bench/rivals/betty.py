@@ -20,20 +20,13 @@ from metanudge_lab.bench.workload import Workload
 Batch = tuple[Tensor, Tensor]
 
 
-def prepare(workload: Workload, *, cg_steps: int = 5) -> Prepared:
-    """An engine whose run is one meta-step: K inner steps for each task, the outer problem
-    accumulating their gradients.
+def problems(workload: Workload, result: dict[str, Tensor]) -> tuple[Any, Any]:
+    """The classes of the outer problem, which leaves the meta-gradient in `result`, and of the
+    inner one.
     """
-    configs, problems = (
-        importlib.import_module("betty.configs"),
-        importlib.import_module("betty.problems"),
-    )
-    engine = importlib.import_module("betty.engine").Engine
-    importlib.import_module("betty.logging.logger_base").get_logger().setLevel(logging.WARNING)
-    base: Any = problems.ImplicitProblem
+    base: Any = importlib.import_module("betty.problems").ImplicitProblem
     tasks, steps = len(workload.tasks), workload.steps
     (sx, sy), (qx, qy) = workload.support, workload.query
-    result: dict[str, Tensor] = {}
 
     class Outer(base):
         def get_batch(self) -> Batch:
@@ -61,15 +54,28 @@ def prepare(workload: Workload, *, cg_steps: int = 5) -> Prepared:
         def on_inner_loop_start(self) -> None:
             self.module.load_state_dict(self.outer.module.state_dict())
 
+    return Outer, Inner
+
+
+def prepare(workload: Workload, *, cg_steps: int = 5) -> Prepared:
+    """An engine whose run is one meta-step: K inner steps for each task, the outer problem
+    accumulating their gradients.
+    """
+    configs = importlib.import_module("betty.configs")
+    engine = importlib.import_module("betty.engine").Engine
+    importlib.import_module("betty.logging.logger_base").get_logger().setLevel(logging.WARNING)
+    tasks, steps = len(workload.tasks), workload.steps
+    result: dict[str, Tensor] = {}
+    make_outer, make_inner = problems(workload, result)
     device = str(workload.device)
-    outer = Outer(
+    outer = make_outer(
         "outer",
         configs.Config(gradient_accumulation=tasks, retain_graph=True, first_order=True),
         workload.copy_model(),
         device=device,
     )
     module = workload.copy_model()
-    inner = Inner(
+    inner = make_inner(
         "inner",
         configs.Config(type="cg", cg_iterations=cg_steps, cg_alpha=1.0, unroll_steps=steps),
         module,

@@ -29,7 +29,8 @@ def prepare(workload: Workload, *, second_order: bool) -> Prepared:
     with torch.cuda.graph(graph):
         result = compute(theta, *inputs)
 
-    def step() -> Gradient:
+    # A recording does not keep the memory that it reads: weights and buffers must outlive it.
+    def step(read: object = (model, theta)) -> Gradient:
         torch._foreach_copy_(inputs, tasks)
         graph.replay()
         return result

@@ -1,0 +1,386 @@
+"""Solver, estimator, outer optimizer and model from their specs (see `spec_language`).
+
+What can be named is what stands in the registry beside the classes: `solvers.SOLVERS`,
+`estimators.ESTIMATORS`, `models.MODELS`; optimizers are torch's and ours. A class or function
+declares its options by its own signature, and judges their values when it is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from metanudge import models, optim
+from metanudge.estimators import ESTIMATORS, Estimator
+from metanudge.learner import MetaLearner
+from metanudge.names import near
+from metanudge.solvers import SOLVERS, Solver, TorchOptimizer
+from metanudge.training.config import own_code
+from metanudge.training.errors import UserError
+from metanudge.training.spec_language import Spec, known, normal, split, split_options, typed
+
+TaskKind = Literal["classification", "regression"]
+_OF_THE_SOLVER = ("optimizer", "steps", "tol", "batch_size")  # the others are the optimizer's
+_NO_OPTION = (
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.VAR_KEYWORD,
+    inspect.Parameter.POSITIONAL_ONLY,
+)
+
+
+# --- Options of a class or function
+
+
+def options_of(target: Any) -> dict[str, inspect.Parameter]:
+    """The options that a class or function takes by name."""
+    if isinstance(target, nn.Module):
+        return {}
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(target).parameters.items()
+        if parameter.kind not in _NO_OPTION and name not in ("self", "params", "options")
+    }
+
+
+def convert(
+    raw: Mapping[str, str],
+    target: Any,
+    flag: str,
+    name: str,
+    *,
+    also: Sequence[str] = (),
+    but: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Raw options as the types that a class or function declares, in the order of its
+    declaration.
+
+    Args:
+        raw: as they were written.
+        target: the class or function.
+        flag, name: what they were written after, for messages.
+        also: what messages list besides.
+        but: what it declares and is no option here.
+    """
+    declared = [option for option in options_of(target) if option not in but]
+    for key in raw:
+        if key not in declared:
+            choices = [*also, *declared]
+            listed = f"Its options are {', '.join(choices)}." if choices else "It has no options."
+            raise UserError(f"{flag} {name} has no option {key!r}.{near(key, choices)} {listed}")
+    hints = _hints(target)
+    return {
+        key: typed(raw[key], hints.get(key), f"{flag} {name}: {key}")
+        for key in declared
+        if key in raw
+    }
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    function = target.func if isinstance(target, functools.partial) else target
+    if isinstance(function, type):
+        function = function.__init__  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(function)
+    except (NameError, TypeError, AttributeError):  # a name that only type checkers know
+        return {}
+
+
+def make(flag: str, name: str, target: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a target; what it refuses becomes a `UserError` that names the flag."""
+    needed = [
+        n
+        for n, p in list(inspect.signature(target).parameters.items())[len(args) :]
+        if p.default is inspect.Parameter.empty and p.kind not in _NO_OPTION and n not in options
+    ]
+    if needed:
+        example = ",".join(f"{key}=..." for key in needed)
+        raise UserError(
+            f"{flag} {name} needs the option{'s' * (len(needed) > 1)} {', '.join(needed)}. Write"
+            f" {name}:{example}."
+        )
+    try:
+        return target(*args, **options)
+    except (TypeError, ValueError, ImportError) as error:
+        raise UserError(f"{flag} {name}: {error}") from error
+
+
+def _parse(text: str, targets: Mapping[str, Any], what: str) -> Spec:
+    flag = f"--{what}"
+    name, raw = split(flag, text)
+    name = known(name, targets, flag, what)
+    return Spec(name, convert(raw, targets[name], flag, name))
+
+
+# --- Solvers
+
+
+def named_solvers() -> dict[str, type[Solver]]:
+    """The solvers by their names in snake case."""
+    words = r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+"
+    return {"_".join(re.findall(words, kind.__name__)).lower(): kind for kind in SOLVERS}
+
+
+def parse_solver(text: str, kind: TaskKind = "classification") -> Spec:
+    """A solver's spec, with its options converted; `auto` becomes what suits the tasks (squared
+    errors curve more than cross-entropy).
+    """
+    if normal(text) == "auto":
+        lr = 0.1 if kind == "classification" else 0.01
+        return Spec("gradient_descent", {"lr": lr, "steps": 5})
+    solvers = named_solvers()
+    name, raw = split("--solver", text)
+    name = known(name, ("auto", *solvers), "--solver", "solver")
+    if name == "auto":
+        raise UserError(
+            "--solver auto takes no options. Name the solver: gradient_descent:lr=0.1,steps=5."
+        )
+    if solvers[name] is not TorchOptimizer:
+        return Spec(name, convert(raw, solvers[name], "--solver", name))
+    own = {key: value for key, value in raw.items() if key in _OF_THE_SOLVER}
+    rest = {key: value for key, value in raw.items() if key not in _OF_THE_SOLVER}
+    values = convert(own, TorchOptimizer, "--solver", name)
+    if "optimizer" not in values:
+        raise UserError(
+            "--solver torch_optimizer needs an optimizer, e.g."
+            " torch_optimizer:optimizer=adam,steps=5,lr=0.01."
+        )
+    chosen = known(values["optimizer"], OPTIMIZERS, "--solver", "optimizer")
+    also = sorted(_OF_THE_SOLVER)
+    more = convert(rest, OPTIMIZERS[chosen], "--solver", chosen, also=also)
+    return Spec(name, {**values, "optimizer": chosen, **more})
+
+
+def build_solver(text: str, kind: TaskKind = "classification") -> Solver:
+    """The solver that a spec describes.
+
+    Example:
+        >>> build_solver("gradient-descent:lr=0.1,steps=5")
+        GradientDescent(lr=0.1, steps=5, tol=None, batch_size=None)
+    """
+    spec = parse_solver(text, kind)
+    solver, options = named_solvers()[spec.name], dict(spec.options)
+    if solver is TorchOptimizer:
+        own = {key: options.pop(key) for key in _OF_THE_SOLVER if key in options}
+        optimizer = OPTIMIZERS[own.pop("optimizer")]
+        return make("--solver", spec.name, TorchOptimizer, optimizer, **own, options=options)
+    return make("--solver", spec.name, solver, **options)
+
+
+# --- Estimators
+
+
+def named_estimators() -> dict[str, type[Estimator]]:
+    """The estimators by their names in lower case."""
+    return {kind.__name__.lower(): kind for kind in ESTIMATORS}
+
+
+def parse_estimator(text: str) -> Spec:
+    """An estimator's spec, with its options converted."""
+    return _parse(text, named_estimators(), "estimator")
+
+
+def build_estimator(text: str) -> Estimator:
+    """The estimator that a spec describes.
+
+    Example:
+        >>> build_estimator("imaml:cg_steps=3")
+        IMAML(cg_steps=3, tol=0.0, damping=0.0)
+    """
+    spec = parse_estimator(text)
+    return make("--estimator", spec.name, named_estimators()[spec.name], **spec.options)
+
+
+# --- Outer optimizers
+
+
+def _all_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    found = [*vars(torch.optim).values(), *(getattr(optim, name) for name in optim.__all__)]
+    return {
+        kind.__name__.lower(): kind
+        for kind in found
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
+    }
+
+
+OPTIMIZERS = _all_optimizers()
+
+
+def parse_optimizer(text: str) -> Spec:
+    """An outer optimizer's spec, with its options converted."""
+    return _parse(text, OPTIMIZERS, "optimizer")
+
+
+def build_optimizer(text: str, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """The outer optimizer that a spec describes, for these parameters or groups of them."""
+    spec = parse_optimizer(text)
+    closure = inspect.signature(OPTIMIZERS[spec.name].step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"--optimizer {spec.name} evaluates the objective several times per step and needs it"
+            " to stay the same, which a stream of tasks does not. Use another, such as"
+            " adam:lr=0.01; as inner solver it is --solver lbfgs."
+        )
+    return make("--optimizer", spec.name, OPTIMIZERS[spec.name], list(parameters), **spec.options)
+
+
+def parameter_groups(learner: MetaLearner, lam_lr: float | None) -> list[Any]:
+    """What an outer optimizer optimises: the learner's parameters; log λ, where it is learned, in a
+    group without weight decay.
+    """
+    if learner.log_lam is None:
+        return list(learner.parameters())
+    own = {} if lam_lr is None else {"lr": lam_lr}
+    return [
+        {"params": list(learner.model.parameters())},
+        {"params": list(learner.lam_parameters()), "weight_decay": 0.0, **own},
+    ]
+
+
+# --- Models: one of ours, or the user's own as `module:attribute`, sized for the data
+
+
+class Shapes(Protocol):
+    """What a model must fit: an episode source says it, and a checkpoint remembers it."""
+
+    @property
+    def kind(self) -> TaskKind:
+        """What the tasks are."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs per example."""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one example."""
+
+
+def parse_model(text: str, shapes: Shapes) -> Spec:
+    """A model's spec; `auto` becomes the network that suits the data."""
+    if normal(text) == "auto":
+        return Spec(_suitable(shapes), {})
+    name, raw, factory = _model_factory(text)
+    return Spec(name, convert(raw, factory, "--model", name) if raw else {})
+
+
+def build_model(text: str, shapes: Shapes) -> nn.Module:
+    """The network that a spec describes, its inputs and outputs sized for the data.
+
+    Example:
+        >>> from metanudge.tasks import Sinusoid
+        >>> build_model("mlp:hidden=(8,)", Sinusoid()).head
+        Linear(in_features=8, out_features=1, bias=True)
+    """
+    spec = parse_model(text, shapes)
+    _, _, factory = _model_factory(spec.name)
+    if isinstance(factory, nn.Module):
+        return factory
+    model = make("--model", spec.name, factory, **(_sizes(factory, shapes) | dict(spec.options)))
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"--model {spec.name} made a {type(model).__name__}, not an nn.Module. Name a class or"
+            " function that makes one."
+        )
+    return model
+
+
+def _model_factory(text: str) -> tuple[str, dict[str, str], Any]:
+    """Name, raw options and factory of a model."""
+    if own := own_code(text):
+        module, attribute, options = own
+        name = f"{module}:{attribute}"
+        return name, split_options(options, f"--model {name}"), _import(module, attribute)
+    name, raw = split("--model", text)
+    name = known(name, ("auto", *models.MODELS), "--model", "model")
+    return name, raw, models.MODELS.get(name)
+
+
+def _import(module: str, attribute: str) -> Any:
+    where = f"--model {module}:{attribute}"
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise UserError(
+            f"{where}: {module} is a module of Python itself and makes no nn.Module. Name one of"
+            " yours."
+        )
+    here = os.getcwd()
+    # the installed command does not look in the current folder, `python -m` does
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"{where}: the module {module!r} cannot be imported ({error})."
+            " Give it as Python would import it from the current folder, e.g. my_nets:Net for"
+            " my_nets.py."
+        ) from error
+    except AttributeError as error:
+        names = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
+        raise UserError(f"{where}: {error}.{near(attribute, names)}") from error
+    if not _makes_modules(found):
+        kind = type(found).__name__
+        what = f"the class {found.__qualname__}" if isinstance(found, type) else f"a {kind}"
+        raise UserError(
+            f"{where} is {what}. Name a subclass of nn.Module, or a function of yours that makes"
+            " one."
+        )
+    return found
+
+
+def _makes_modules(found: Any) -> bool:
+    """Whether this may be called for a network, as far as can be told without calling it."""
+    if isinstance(found, nn.Module):
+        return True
+    if isinstance(found, type):
+        return issubclass(found, nn.Module)
+    if isinstance(found, functools.partial):
+        return _makes_modules(found.func)
+    function = inspect.unwrap(found)
+    home = str(getattr(function, "__module__", "")).partition(".")[0]
+    return (
+        inspect.isfunction(function) or inspect.ismethod(function)
+    ) and home not in sys.stdlib_module_names
+
+
+def _suitable(shapes: Shapes) -> str:
+    shape = shapes.input_shape
+    if len(shape) == 3 and min(shape[1:]) >= 16:
+        return "conv4"
+    if shape == (40,) and shapes.kind == "classification":
+        return "conv1d"
+    return "mlp"
+
+
+def _sizes(factory: Callable[..., Any], shapes: Shapes) -> dict[str, Any]:
+    """The arguments of a model that follow from the data, for those it takes."""
+    shape = shapes.input_shape
+    facts: dict[str, Any] = {
+        "ways": shapes.num_outputs,
+        "num_outputs": shapes.num_outputs,
+        "out_features": shapes.num_outputs,
+        "num_classes": shapes.num_outputs,
+        "input_shape": shape,
+        "in_features": math.prod(shape),
+        "in_channels": shape[0],
+        "image_size": shape[-2:] if len(shape) == 3 and shape[1] != shape[2] else shape[-1],
+        "length": shape[-1],
+    }
+    accepted = options_of(factory)
+    if "d_model" in accepted and len(shape) == 2:
+        facts |= {"length": shape[0], "d_model": shape[1]}
+    return {name: value for name, value in facts.items() if name in accepted}
