@@ -251,6 +251,13 @@ class Problem:
         adapting = names_that_adapt(adapt, trainable, dict(objective.model.named_parameters()))
         self.parameters = {n: p for n, p in trainable.items() if n in adapting}
         self.shared = {n: p for n, p in trainable.items() if n not in adapting}
+        coarse = [n for n, p in self.parameters.items() if p.dtype.itemsize < 2]
+        if coarse:
+            raise TypeError(
+                f"{some(coarse, 3)} cannot adapt: numbers of 8 bits"
+                f" ({self.parameters[coarse[0]].dtype}) cannot move a little. Freeze it with"
+                " requires_grad_(False) and adapt others (LoRA), or keep it in bfloat16 or float32."
+            )
         self.proximal = (
             lam
             if isinstance(lam, Proximal)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import conformance
 import metanudge as mn
 from metanudge.engines.randomness import minibatch
 from problems import Setup, conv_net, mlp, relative_error
@@ -371,3 +372,28 @@ def test_nan_on_the_way_back_names_step_and_task():
         learner.backward(tasks)
     assert model.weight.grad is None
     assert model.weight.item() == 9.0
+
+
+@ON_PRODUCTS
+@ON_ENGINES
+def test_nothing_is_changed(estimator: mn.MAML, tolerance: float, engine: str):
+    setup = conformance.SETUPS["conv_net-dropout"](tasks=2)
+    conformance.check_pure(estimator, setup, engine)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_differences_side_by_side_or_not(chunk: int):
+    """Two rows a task; the tolerance is rounding, divided by ε."""
+    setup, estimator = conv_net(tasks=3), mn.MAML(products="difference", epsilon=1e-5)
+    solver = mn.GradientDescent(lr=LR, steps=3)
+    whole, _ = reversed_gradient(setup, estimator, solver, "stacked")
+    parts, _ = reversed_gradient(setup, estimator, solver, "stacked", chunk=chunk)
+    assert relative_error(parts, whole) < 1e-8
+
+
+def test_numbers_of_eight_bits_cannot_adapt():
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(model.weight.to(torch.float8_e4m3fn))
+    differences = mn.MAML(products="difference")
+    with pytest.raises(TypeError, match=r"weight cannot adapt: .*\(torch.float8_e4m3fn\).*.*LoRA"):
+        mn.MetaLearner(model, nn.functional.mse_loss, estimator=differences)

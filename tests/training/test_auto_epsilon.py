@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from metanudge.cli import main
-from metanudge.training import loop, runs
+from metanudge.training import runs
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.errors import StopTraining
 from metanudge.training.metrics import read_metrics
@@ -28,7 +28,9 @@ AUTO = {"estimator": "maml:products=difference", "model": "mlp:hidden=(6,),activ
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks every second meta-step."""
-    monkeypatch.setattr(loop, "NuTuner", partial(NuTuner, every=2, share=100.0, most_tasks=2))
+    monkeypatch.setattr(
+        "metanudge.learner.NuTuner", partial(NuTuner, every=2, share=100.0, most_tasks=2)
+    )
 
 
 def test_epsilon_is_chosen_and_its_error_shown(tmp_path: Path, often: None) -> None:

@@ -12,7 +12,7 @@ from metanudge.estimators.base import Estimator, refuse_stiffness
 from metanudge.estimators.products import Autograd, Difference, Either, Products, usual_epsilon
 from metanudge.estimators.reverse import there_and_back
 from metanudge.estimators.total import MetaGradient
-from metanudge.names import near, some
+from metanudge.names import near
 from metanudge.params import norm
 from metanudge.problem import TwoLevels
 from metanudge.solvers import TorchOptimizer
@@ -115,15 +115,7 @@ class MAML(Estimator):
             )
 
     def check_problem(self, problem: TwoLevels) -> None:
-        """λ acts through the steps alone; differences need parameters that can move a little."""
-        coarse = [n for n, p in problem.parameters.items() if p.dtype.itemsize < 2]
-        if self.products == "difference" and coarse:
-            raise TypeError(
-                f"Differences of gradients move parameters a little, but {some(coarse, 3)} has"
-                f" numbers of 8 bits ({problem.parameters[coarse[0]].dtype}) that cannot. Freeze it"
-                " with requires_grad_(False) and adapt others (LoRA), or keep it in bfloat16 or"
-                " float32."
-            )
+        """λ acts through the steps alone."""
         if self.truncate == 0:
             refuse_stiffness(
                 self,
