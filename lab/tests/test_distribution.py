@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 # Every unit may import those of lower layers and itself, but not its neighbours.
 LAYERS = (
-    {"style", "progress", "provenance"},
+    {"style", "progress", "provenance", "device_memory"},
     {"bench", "experiments"},
     {"report"},
     {"cli"},

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeGuard, Unpack
 
@@ -44,13 +44,13 @@ from metanudge.engines import Cost, Engine, Inner
 from metanudge.estimators.base import Estimator
 from metanudge.estimators.fobmaml import FOBMAML
 from metanudge.estimators.identity import centre_shift
-from metanudge.estimators.ladder import LADDER, average, best_nu, within
+from metanudge.estimators.ladder import LADDER, Disagreement, Motion, average, best_nu, within
 from metanudge.estimators.maml import MAML
 from metanudge.estimators.products import ladder
 from metanudge.estimators.run import check
 from metanudge.estimators.stencils import STENCILS
 from metanudge.estimators.total import MetaGradient
-from metanudge.params import Params, norm
+from metanudge.params import norm
 from metanudge.problem import Problem, TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
@@ -156,7 +156,7 @@ def estimate_nu(
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
     at_once = rungs_at_once if engine.name == "stacked" else 1
     width, nus = at_once * estimator.width, LADDER
-    cost, found = Cost(), _Disagreement()
+    cost, found = Cost(), Disagreement()
     shifts: list[Tensor] = []
     with engine.session(problem, tasks, width=width, seed=seed, cost=cost, first=first) as groups:
         inners = list(groups)
@@ -181,7 +181,7 @@ def estimate_epsilon(
     """
     solver, engine, seed = where["solver"], where["engine"], where["seed"]
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
-    epsilons, cost, found = ladder(problem), Cost(), _Disagreement()
+    epsilons, cost, found = ladder(problem), Cost(), Disagreement()
     for epsilon in epsilons:
         total = MetaGradient(problem, len(tasks), metrics=False, seed=seed)
         tried = replace(estimator, epsilon=epsilon)
@@ -190,7 +190,7 @@ def estimate_epsilon(
         ) as groups:
             for inner in groups:
                 tried.accumulate(inner, solver, total)
-        found.see(_Motion(problem, total.gradient))
+        found.see(Motion(problem, total.gradient))
     disagreement, rounding = found.read()
     best, error = best_nu(epsilons, disagreement, order=2)
     chosen = epsilons[0] if best is None else best
@@ -200,79 +200,19 @@ def estimate_epsilon(
     )
 
 
-class _Motion:
-    """dφ/dν at one ν, as it is summed up (or the meta-gradient at one ε, whole), and the rounding
-    error to expect in it, where that is known.
-    """
-
-    def __init__(self, problem: TwoLevels, whole: Params | None = None) -> None:
-        dtypes = problem.theta_dtypes
-        self.sum = (
-            {n: torch.zeros_like(p, dtype=dtypes[n]) for n, p in problem.parameters.items()}
-            if whole is None
-            else whole
-        )
-        self._roundings = [torch.zeros((), dtype=torch.float64, device=problem.device)]
-
-    @torch.no_grad()
-    def add(self, d: Params, weights: Sequence[float]) -> None:
-        """Displacements nudge by nudge, with a weight each."""
-        for name, leaf in self.sum.items():
-            nudged = d[name].unflatten(0, (len(weights), -1))
-            for rows, weight in zip(nudged, weights, strict=True):
-                if weight:
-                    leaf.add_(rows[0] if len(rows) == 1 else rows.sum(0), alpha=weight)
-                    size = torch.linalg.vector_norm(rows, dtype=torch.float64)
-                    self._roundings.append(size * (abs(weight) * torch.finfo(rows.dtype).eps))
-
-    @property
-    def rounding(self) -> Tensor:
-        """Independent errors add as their squares."""
-        return torch.linalg.vector_norm(torch.stack(self._roundings))
-
-
-class _Disagreement:
-    """Compares each motion with the one before; keeps one of them."""
-
-    def __init__(self) -> None:
-        self._before: tuple[Params, Tensor, Tensor] | None = None
-        self._found: list[Tensor] = []
-
-    def see(self, motion: _Motion) -> None:
-        size, rounding = _size(motion.sum.values()), motion.rounding
-        if self._before is not None:
-            before, size_before, rounding_before = self._before
-            apart = _size(leaf - before[n] for n, leaf in motion.sum.items())
-            errors = torch.stack([apart, torch.hypot(rounding, rounding_before)])
-            self._found.append(errors / torch.minimum(size, size_before))
-        self._before = motion.sum, size, rounding
-
-    def read(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The disagreements, and those to be expected from rounding alone."""
-        pairs = torch.stack(self._found).nan_to_num(nan=math.inf, posinf=math.inf)
-        apart, rounding = pairs.T.tolist()
-        return tuple(apart), tuple(rounding)
-
-
-def _size(leaves: Iterable[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves])
-    )
-
-
 def _motions(
     estimator: FOBMAML,
     inners: Sequence[Inner],
     solver: Solver,
     nus: Sequence[float],
     shifts: list[Tensor],
-) -> list[_Motion]:
+) -> list[Motion]:
     """dφ/dν by the estimator's stencil at each ν, summed over all tasks.
 
     `shifts` takes for each task how far from θ a shifted start is for each unit of ν, as a multiple
     of the solution's distance.
     """
-    motions = [_Motion(inners[0].problem) for _ in nus]
+    motions = [Motion(inners[0].problem) for _ in nus]
     for inner in inners:
         base = estimator.solve_plain(inner, solver)
         if estimator.start == "shifted":

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from metanudge_lab.experiments.spread import Spread
-
 INK, FAINT = "#23272f", "#d5dae1"
 
 _OURS = {"linewidth": 2.2, "linestyle": "-"}
@@ -57,11 +55,17 @@ def line(method: str) -> dict[str, Any]:
     return {"markersize": 5, "markeredgecolor": edge, **look, "label": method}
 
 
-def band(axes: Axes, curve: Mapping[Any, Spread], *, alpha: float = 0.13, **look: Any) -> None:
-    """Medians as a line, and from the lowest to the highest a band of the same colour."""
-    at, spreads = list(curve), list(curve.values())
-    axes.plot(at, [spread.median for spread in spreads], **look)
-    low, high = [spread.low for spread in spreads], [spread.high for spread in spreads]
+def band(
+    axes: Axes,
+    curve: Mapping[Any, tuple[float, float, float]],
+    *,
+    alpha: float = 0.13,
+    **look: Any,
+) -> None:
+    """A line, and around it a band of the same colour: middle, lowest and highest at each place."""
+    at = list(curve)
+    middle, low, high = ([three[i] for three in curve.values()] for i in range(3))
+    axes.plot(at, middle, **look)
     axes.fill_between(at, low, high, color=look["color"], alpha=alpha, linewidth=0)
 
 

@@ -5,7 +5,6 @@ rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +13,13 @@ import torch
 from torch import nn
 
 import metanudge as mn
-from metanudge.models import MLP, Conv1D
-from metanudge.tasks import MNIST1D, Labelled, Sinusoid
+from metanudge.models import MLP
+from metanudge.tasks import Labelled
 from metanudge.training.errors import UserError
-from metanudge_lab.experiments import ablation, fewshot, glyphs, mnist1d, omniglot
+from metanudge_lab.experiments import fewshot, glyphs, mnist1d, omniglot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Measured, Result, Row
-from metanudge_lab.experiments.network_errors import curvature
 from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, tasks_of
-from metanudge_lab.experiments.variants import POINTS, Variant, all_variants, trained_variants
 
 CPU = torch.device("cpu")
 
@@ -291,143 +288,3 @@ def test_rates_found_for_one_seed_serve_the_others_of_a_resumed_run(
         row for row in first if row["kind"] == "tuning"
     ]
     omniglot.tuned.cache_clear()
-
-
-# ----------------------------------------------------------------------------------------- ablation
-
-
-def ablation_result(
-    accuracies: dict[Variant, float], more: dict[Variant, float] | None = None
-) -> Result[ablation.Config]:
-    config = ablation.Config(steps=(5,), omniglot_seeds=0)
-
-    def measured() -> Iterator[Measured]:
-        for variant in trained_variants(config.options):
-            for seed in range(2):
-                found = {
-                    "accuracy": accuracies.get(variant, 0.9),
-                    "accuracy_more": (more or {}).get(variant, 0.8),
-                }
-                yield Measured(
-                    {"part": "mnist1d", **variant.keys, "seed": seed},
-                    [{**found, "ci95": 0.01, "ci95_more": 0.01}],
-                    0.0,
-                    0,
-                )
-        for point in POINTS:
-            row = {
-                "error_implicit": 0.5,
-                "error_steps": 0.5,
-                "cosine_implicit": 0.8,
-                "cosine_steps": 0.8,
-            }
-            rows = [{**variant.keys, **row} for variant in all_variants(config.options)]
-            yield Measured({"part": "error", "point": point, "steps": 5, "seed": 0}, rows, 0.0, 0)
-
-    return Result("ablation", "quick", config, list(measured()))
-
-
-def test_the_verdict_on_the_defaults_follows_the_rows() -> None:
-    default = Variant.default()
-    assert ablation.judge(ablation_result({})).status == "reproduced"
-    other = default.changed(
-        "start", next(start for start in ("shifted", "theta") if start != default.start)
-    )
-    assert ablation.judge(ablation_result({other: 0.904})).status == "reproduced", (
-        "within the noise"
-    )
-    verdict = ablation.judge(ablation_result({other: 0.95}))
-    assert verdict.status == "partly"
-    assert f"start = {other.start} (+0.050 on MNIST-1D)" in verdict.reason
-    assert ablation.judge(ablation_result({other: 0.95}, {other: 0.7})).status == "reproduced", (
-        "better with 5 steps, worse with 16"
-    )
-    assert (
-        f"start = {other.start} (+0.100 on MNIST-1D, 16 steps)"
-        in ablation.judge(ablation_result({}, {other: 0.9})).reason
-    )
-    assert ablation.judge(ablation_result({default: 0.5})).status == "not"
-    failing = ablation_result({other: 0.95})
-    next(
-        one for one in failing.measured if one.cell == {"part": "mnist1d", **other.keys, "seed": 0}
-    ).rows[0]["accuracy_more"] = 0.0
-    assert ablation.judge(failing).status == "reproduced", (
-        "one training in two ended in NaN: no noise, whatever its interval"
-    )
-
-
-def test_a_trained_variant_is_tested_with_more_steps_too() -> None:
-    config = ablation.Config(iterations=2, tasks=2, test_tasks=3, more_steps=7)
-    (row,) = ablation.measure({"part": "mnist1d", **Variant.default().keys, "seed": 0}, config, CPU)
-    source = MNIST1D(ways=3, shots=5, queries=10, seed=0)
-    trial = fewshot.Trial(m.seeded(0, lambda: Conv1D(ways=3), CPU), mn.FOBMAML(), source)
-    trial.train(fewshot.Recipe(config.inner, config.rate, 2, 2))
-    for suffix, steps in (("", 5), ("_more", 7)):
-        exact = (
-            trial._learners[config.inner]
-            .evaluate(source.batch(range(3), "test"), steps=steps)
-            .mean_accuracy
-        )
-        assert row[f"accuracy{suffix}"] == pytest.approx(exact, abs=1e-9)
-
-
-def test_a_regression_is_scored_by_the_variance_it_explains() -> None:
-    config = ablation.Config(sinusoid_iterations=3, test_tasks=20, more_steps=7)
-    (row,) = ablation.measure({"part": "sinusoid", **Variant.paper().keys, "seed": 0}, config, CPU)
-    source = Sinusoid(shots=10, queries=10, seed=0)
-    trial = fewshot.Trial(
-        m.seeded(0, lambda: MLP(1, 1, hidden=(40, 40)), CPU),
-        mn.FOBMAML(nu=0.1),
-        source,
-        regression=True,
-    )
-    trial.train(fewshot.Recipe(config.sinusoid_inner, config.sinusoid_rate, 3, 8))
-    batch = source.batch(range(20), "test")
-    found = trial._learners[config.sinusoid_inner].evaluate(batch, steps=7)
-    shares = 1 - found.loss / batch.stacks[0].query[1].double().square().mean()
-    assert row["accuracy_more"] == pytest.approx(float(shares.clamp(min=0).mean()), rel=1e-6)
-    wild = ablation.Config(sinusoid_iterations=3, test_tasks=5, sinusoid_inner=1e6)
-    assert (
-        ablation.measure({"part": "sinusoid", **Variant.paper().keys, "seed": 0}, wild, CPU)[0][
-            "accuracy"
-        ]
-        == 0
-    )
-
-
-def test_the_default_is_the_library_s() -> None:
-    assert Variant.default().estimator == mn.FOBMAML()
-    assert Variant("gradient", "shifted", "tangent", "").estimator == mn.FOBMAML(
-        nudge="gradient", start="shifted", stencil="tangent"
-    )
-    assert len(all_variants(ablation.Config().options)) == 2 * 3 * (3 * 5 + 1)
-
-
-def test_errors_are_measured_against_the_right_targets() -> None:
-    """With one step, the gradient nudge with its centre and start shifted is MAML's gradient; the
-    tangent takes it without error.
-    """
-    config = ablation.Config(
-        nudges=("gradient",),
-        starts=("shifted",),
-        stencils=("tangent",),
-        steps=(1,),
-        reach=3,
-        error_tasks=2,
-        channels=2,
-        error_seeds=1,
-    )
-    (row,) = ablation.measure(
-        {"part": "error", "point": "untrained", "steps": 1, "seed": 0}, config, CPU
-    )
-    assert row["error_steps"] < 1e-9
-    assert row["cosine_implicit"] == pytest.approx(row["agreement"], abs=1e-9)
-
-
-def test_curvature_is_the_hessian_s() -> None:
-    x = torch.randn(1, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    learner = mn.MetaLearner(nn.Linear(3, 1, bias=False).double(), nn.functional.mse_loss)
-    tasks = mn.TaskBatch((x, x[..., :1]), (x, x[..., :1]))
-    assert curvature(learner, tasks) == pytest.approx(
-        float(torch.linalg.eigvalsh(2 * x[0].T @ x[0] / 6)[-1]), rel=1e-9
-    )

@@ -5,8 +5,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from metanudge.params import Params
+from metanudge.problem import TwoLevels
 
 LADDER = tuple(0.5 * 10 ** (-rung / 2) for rung in range(7))
 """The ν that are tried: 0.5, 0.16, 0.05, …, 0.0005. With the loss nudge, f̂ − νf is no longer
@@ -112,3 +118,64 @@ def average(a: float, b: float) -> float:
     being infinite.
     """
     return math.hypot(min(a, _HOPELESS), min(b, _HOPELESS)) / math.sqrt(2)
+
+
+class Motion:
+    """dφ/dν at one ν, as it is summed up (or the meta-gradient at one ε, whole), and the rounding
+    error to expect in it, where that is known.
+    """
+
+    def __init__(self, problem: TwoLevels, whole: Params | None = None) -> None:
+        dtypes = problem.theta_dtypes
+        self.sum = (
+            {n: torch.zeros_like(p, dtype=dtypes[n]) for n, p in problem.parameters.items()}
+            if whole is None
+            else whole
+        )
+        self._roundings = [torch.zeros((), dtype=torch.float64, device=problem.device)]
+
+    @torch.no_grad()
+    def add(self, d: Params, weights: Sequence[float]) -> None:
+        """Displacements nudge by nudge, with a weight each."""
+        for name, leaf in self.sum.items():
+            nudged = d[name].unflatten(0, (len(weights), -1))
+            for rows, weight in zip(nudged, weights, strict=True):
+                if weight:
+                    leaf.add_(rows[0] if len(rows) == 1 else rows.sum(0), alpha=weight)
+                    size = torch.linalg.vector_norm(rows, dtype=torch.float64)
+                    self._roundings.append(size * (abs(weight) * torch.finfo(rows.dtype).eps))
+
+    @property
+    def rounding(self) -> Tensor:
+        """Independent errors add as their squares."""
+        return torch.linalg.vector_norm(torch.stack(self._roundings))
+
+
+class Disagreement:
+    """Compares each motion with the one before; keeps one of them."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Params, Tensor, Tensor] | None = None
+        self._found: list[Tensor] = []
+
+    def see(self, motion: Motion) -> None:
+        """Hear of the motion at the next ν."""
+        size, rounding = _size(motion.sum.values()), motion.rounding
+        if self._before is not None:
+            before, size_before, rounding_before = self._before
+            apart = _size(leaf - before[n] for n, leaf in motion.sum.items())
+            errors = torch.stack([apart, torch.hypot(rounding, rounding_before)])
+            self._found.append(errors / torch.minimum(size, size_before))
+        self._before = motion.sum, size, rounding
+
+    def read(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The disagreements, and those to be expected from rounding alone."""
+        pairs = torch.stack(self._found).nan_to_num(nan=math.inf, posinf=math.inf)
+        apart, rounding = pairs.T.tolist()
+        return tuple(apart), tuple(rounding)
+
+
+def _size(leaves: Iterable[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves])
+    )

@@ -227,6 +227,11 @@ class TrainConfig:
         """The patterns of `adapt`, one by one."""
         return [pattern.strip() for pattern in self.adapt.split(",") if pattern.strip()]
 
+    @property
+    def sinks(self) -> list[str]:
+        """The packages that metrics go to as well."""
+        return [name for name in ("tensorboard", "wandb") if getattr(self, name)]
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
         return dataclasses.asdict(self)

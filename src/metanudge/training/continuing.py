@@ -8,8 +8,9 @@ import dataclasses
 import reprlib
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from metanudge.tasks import Episodes
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
@@ -21,8 +22,17 @@ from metanudge.training.metrics import check_metrics
 from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, check_config, read_config
 from metanudge.training.sources import resolve
 
-if TYPE_CHECKING:
-    from metanudge.training.plan import Plan
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a run lives and where it begins; made by rank 0 without writing anything."""
+
+    folder: Path
+    saved: TrainConfig | None = None  # the configuration in the folder, for a run that goes on
+    checkpoint: Checkpoint | None = None
+    named: bool = (
+        True  # the user chose the folder; where not, `claim` adds a number to a name that is taken
+    )
 
 
 def read_run(folder: Path, chosen: str, lock: RunLock) -> tuple[TrainConfig, Checkpoint | None]:

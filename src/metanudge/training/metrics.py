@@ -9,18 +9,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from metanudge.learner import MetaLearner
 from metanudge.training.errors import UserError
 from metanudge.training.files import open_to_append, parse_json, read_bytes, without_nan
-
-if TYPE_CHECKING:
-    from metanudge.training.config import TrainConfig
 
 Values = Mapping[str, float | int | str | None]
 
@@ -199,28 +196,27 @@ class Sink(Protocol):
         """Finish."""
 
 
-def check_sinks(config: TrainConfig) -> None:
+def check_sinks(names: Sequence[str]) -> None:
     """Raise `UserError` where a package that was asked for is not installed, before anything is
     written.
     """
     import importlib.util
 
-    for name in ("tensorboard", "wandb"):
-        if getattr(config, name) and importlib.util.find_spec(name) is None:
+    for name in names:
+        if importlib.util.find_spec(name) is None:
             raise UserError(
                 f"--{name} needs the package {name}, which is not installed. Install it: pip"
                 f" install 'metanudge[{name}]'"
             )
 
 
-def open_sinks(config: TrainConfig, folder: Path) -> list[Sink]:
-    """The extra places that a configuration sends metrics to."""
-    sinks: list[Sink] = []
-    if config.tensorboard:
-        sinks.append(_TensorBoard(folder))
-    if config.wandb:
-        sinks.append(_Wandb(config, folder))
-    return sinks
+def open_sinks(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> list[Sink]:
+    """The extra places that a run sends metrics to."""
+    kinds: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
+        "tensorboard": _TensorBoard,
+        "wandb": _Wandb,
+    }
+    return [kinds[name](folder, settings) for name in names]
 
 
 def _numbers(values: Values) -> dict[str, float]:
@@ -232,7 +228,7 @@ def _numbers(values: Values) -> dict[str, float]:
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, _: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"))
@@ -246,13 +242,13 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         wandb: Any = __import__("wandb")
         self._run = wandb.init(
             project="metanudge",
             name=folder.name,
             dir=str(folder),
-            config=config.to_dict(),
+            config=dict(settings),
             resume="allow",
         )
 

@@ -13,7 +13,6 @@ import math
 import os
 import shlex
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,8 +25,8 @@ from metanudge.learner import MetaLearner
 from metanudge.solvers import GradientDescent, Solver
 from metanudge.tasks import Episodes
 from metanudge.training import continuing, sources, specs
-from metanudge.training.checkpoint import Checkpoint
 from metanudge.training.config import TrainConfig
+from metanudge.training.continuing import Plan
 from metanudge.training.device import environment
 from metanudge.training.distributed import Group
 from metanudge.training.errors import UserError
@@ -45,18 +44,6 @@ from metanudge.training.metrics import check_sinks
 from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, TIMING
 from metanudge.training.summary import check_summary
 from metanudge.tuning import NuTuner
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Where a run lives and where it begins; made by rank 0 without writing anything."""
-
-    folder: Path
-    saved: TrainConfig | None = None  # the configuration in the folder, for a run that goes on
-    checkpoint: Checkpoint | None = None
-    named: bool = (
-        True  # the user chose the folder; where not, `claim` adds a number to a name that is taken
-    )
 
 
 def make_plan(config: TrainConfig, resume: Path | None, group: Group, lock: RunLock) -> Plan:
@@ -131,7 +118,7 @@ def read_data(
     """
     group, note = around.group, around.note
     device = sources.choose_device(config)
-    check_sinks(config)
+    check_sinks(config.sinks)
     remembered = (
         sources.DataShapes.from_dict(plan.checkpoint.state["shapes"])
         if plan.checkpoint is not None

@@ -1,5 +1,5 @@
 """What a run tells: the facts at its start; the test's result, summary.json and the learning curve
-at its end. And the picture of an evaluation.
+at its end.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -34,9 +34,6 @@ from metanudge.training.files import (
 from metanudge.training.metrics import describe_stiffness, read_metrics, stiffness
 from metanudge.training.runs import CURVE, METRICS, SUMMARY
 from metanudge.version import __version__
-
-if TYPE_CHECKING:
-    from metanudge.training.evaluation.report import EvaluationReport
 
 _INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
 
@@ -255,7 +252,7 @@ def learning_curve(
         found = [(row["step"], scale * row[key]) for row in rows if row.get(key) is not None]
         return [step for step, _ in found], [value for _, value in found]
 
-    figure, axes = _figure(8.0, 4.5)
+    figure, axes = new_figure(8.0, 4.5)
     window = max(1, len(column(f"query_{quantity}")[0]) // 30)
     for key, color, label in (
         (f"query_{quantity}_before", _BEFORE, "before adaptation"),
@@ -301,41 +298,7 @@ def learning_curve(
         figure.savefig(stream, format="png")
 
 
-def plot_steps(report: EvaluationReport, path: Path | str, *, title: str = "") -> None:
-    """Draw accuracy (or query loss) against the number of adaptation steps, with confidence
-    intervals, into an image file.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = _figure(5.5, 3.6)
-    what = "accuracy" if report.classification else "loss"
-    for protocol in dict.fromkeys(row.batch_norm for row in report.rows):
-        rows = [row for row in report.rows if row.batch_norm == protocol]
-        values = [getattr(row, what) for row in rows]
-        errors = [getattr(row, f"{what}_ci95") for row in rows]
-        label = f"BatchNorm {protocol}" if protocol else "mean, 95 % confidence"
-        axes.errorbar(
-            [row.steps for row in rows],
-            values,
-            yerr=errors,
-            marker="o",
-            markersize=4,
-            capsize=3,
-            label=label,
-        )
-    axes.axvline(
-        report.steps, color="0.7", linewidth=1, linestyle=":", zorder=0, label="as trained"
-    )
-    axes.set_xlabel("adaptation steps")
-    axes.set_ylabel("query accuracy" if report.classification else "query loss")
-    axes.set_title(title or f"{report.tasks} {report.split or ''} tasks")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False)
-    with replacing(Path(path)) as stream:
-        figure.savefig(stream, format=Path(path).suffix[1:].lower() or "png")
-
-
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def new_figure(width: float, height: float) -> tuple[Any, Any]:
     """A figure that needs no display, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -22,6 +22,7 @@ import torch
 from metanudge.estimators import NonFiniteError
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.config import TrainConfig, own_code
+from metanudge.training.continuing import Plan
 from metanudge.training.device import environment
 from metanudge.training.distributed import Group
 from metanudge.training.errors import (
@@ -38,7 +39,7 @@ from metanudge.training.errors import (
 from metanudge.training.files import RunLock
 from metanudge.training.loop import OutOfMemory, Surroundings, Trainer, load_weights, weights_of
 from metanudge.training.metrics import MetricsLog, Sink, Timing, open_sinks
-from metanudge.training.plan import Plan, claim, make_plan, make_trainer, read_data, try_out
+from metanudge.training.plan import claim, make_plan, make_trainer, read_data, try_out
 from metanudge.training.progress import (
     ConsoleReporter,
     DivergenceWatch,
@@ -123,7 +124,7 @@ class Training:
                     f"{METRICS} is not there any more: it begins anew with step {trainer.step + 1}."
                 )
             self._timing = Timing(self.folder / TIMING)
-            self._sinks = open_sinks(config, self.folder)
+            self._sinks = open_sinks(config.sinks, self.folder, config.to_dict())
 
     def __enter__(self) -> Training:
         return self

@@ -43,18 +43,20 @@ To add an experiment `some-name` (its place in the paper's order is already in
 safetensors): it runs on bare machines as `python -m metanudge_lab.experiments some-name`. `draw`
 and `table` must work for any part of the cells, since the page shows unfinished results too;
 `judge` is called only once every cell of the config is there. A method that diverges is a row with
-NaN, not an exception.
+NaN, not an exception. What trains with `fewshot.Trial` goes on after a crash.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
+from metanudge.training.files import without_nan
 from metanudge_lab.experiments.spread import Mean, Spread, sentence, short
 
 if TYPE_CHECKING:
@@ -357,14 +359,10 @@ def json_safe(value: Any) -> Any:
         >>> json_safe({"a": (1, float("nan"))})
         {'a': [1, None]}
     """
-    if isinstance(value, dict):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
+    return json.loads(json.dumps(without_nan(value), default=_refuse))
+
+
+def _refuse(value: object) -> None:
     raise TypeError(
         f"{value!r} is a {type(value).__name__}; rows hold strings, numbers, booleans, None and"
         " lists of them. Use .item() or .tolist()."

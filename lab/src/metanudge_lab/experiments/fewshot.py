@@ -124,10 +124,10 @@ class Trial:
         def note(step: int, values: object = None) -> None:
             diary.seconds += trainer.seconds
             self.seconds = diary.seconds
-            seen = see is not None and step in at
-            if seen and see is not None:
+            if see is not None and step in at:
                 see(step, learner)
-            if seen or step % CHECKPOINT_EVERY == 0:
+                diary.write(step)
+            elif step % CHECKPOINT_EVERY == 0:
                 diary.write(step)
 
         trainer.on_step = note

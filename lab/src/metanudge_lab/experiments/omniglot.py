@@ -172,8 +172,14 @@ def tuned(setting: str, method: str, config: Config, device: torch.device) -> fe
     """
     if (setting, method, config) in _known:
         return _known[setting, method, config]
-    grid: Any = {"inner_rates": config.inner_rates, "keep": config.tuning_keep}
-    return search(setting, ESTIMATORS[method], config, **grid, device=device)
+    return search(
+        setting,
+        ESTIMATORS[method],
+        config,
+        inner_rates=config.inner_rates,
+        keep=config.tuning_keep,
+        device=device,
+    )
 
 
 EXPERIMENT = Experiment(

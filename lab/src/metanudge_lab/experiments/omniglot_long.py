@@ -128,8 +128,14 @@ def remember(result: Result[Config]) -> None:
 
 
 def _search(setting: str, method: str, config: Config, device: torch.device) -> list[Row]:
-    grid: Any = {"inner_rates": config.inner_rates, "keep": config.tuning_keep}
-    found = search(setting, ESTIMATORS[method], config, **grid, device=device)
+    found = search(
+        setting,
+        ESTIMATORS[method],
+        config,
+        inner_rates=config.inner_rates,
+        keep=config.tuning_keep,
+        device=device,
+    )
     _known[setting, method, config] = found.best
     return [*found.rows("tried"), {"kind": "chosen", **found.best.rates}]
 

@@ -27,8 +27,8 @@ from metanudge.training.evaluation.report import (
     ClassAccuracy,
     EvaluationReport,
     StepResult,
+    plot_steps,
 )
-from metanudge.training.summary import plot_steps
 
 __all__ = [
     "BatchNormProtocol",

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ from metanudge.training.evaluation.report import (
     EvaluationReport,
     StepResult,
 )
-
-if TYPE_CHECKING:
-    from metanudge.training.runs import Run
+from metanudge.training.runs import Run
 
 Progress = Callable[[int, int | None], None]
 TASKS_AT_ONCE = 50

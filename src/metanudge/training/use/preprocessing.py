@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from metanudge.tasks.images import is_picture
 from metanudge.tasks.read_csv import read_csv, read_header
 from metanudge.tasks.standardise import Standardisation
 from metanudge.training.errors import UserError
+from metanudge.training.runs import Run
 from metanudge.training.sources import TABLES
 from metanudge.training.spec_language import split_options
 from metanudge.training.specs import convert
-
-if TYPE_CHECKING:
-    from metanudge.training.runs import Run
 
 
 @dataclass(frozen=True)
