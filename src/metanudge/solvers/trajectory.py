@@ -76,8 +76,10 @@ def solve(
     d = oracle.zeros()
     memory = update.begin(d)
     begin = update.steps - last
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        keep = "device" if keep in ("auto", "host") else keep  # a recording cannot leave it
     if keep == "auto":
-        keep = _chosen(d, memory, last, copies=2 if update.needs_gradient else 1)
+        keep = _chosen(d, memory, last, gradients=update.needs_gradient)
     stride = math.isqrt(max(last - 1, 0)) + 1 if keep == "recompute" else 1
     points: dict[int, Point] = {}
     trace = Trace(oracle)
@@ -104,15 +106,16 @@ def solve(
     )
 
 
-def _chosen(d: Params, memory: Memory, last: int, *, copies: int) -> Keep:
+def _chosen(d: Params, memory: Memory, last: int, *, gradients: bool) -> Keep:
     leaf = next(iter(d.values()))
     if leaf.device.type != "cuda":
         return "device"
-    size = sum(t.nbytes for part in (d, *memory) for t in part.values())
+    parts = (d, *memory, *([d] if gradients else []))
+    size = sum(t.nbytes for part in parts for t in part.values())
     free = torch.cuda.mem_get_info(leaf.device)[0] + (
         torch.cuda.memory_reserved(leaf.device) - torch.cuda.memory_allocated(leaf.device)
     )
-    return "device" if last * size * copies <= _SHARE * free else "host"
+    return "device" if last * size <= _SHARE * free else "host"
 
 
 def _as_it_is(leaf: Tensor) -> Tensor:
