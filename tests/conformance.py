@@ -243,7 +243,10 @@ def check_engines_agree(
     assert error < tol, f"the engines differ by {error:.1e}"
     # Rows that stop early still ride along with the others on the stacked engine: there the number
     # of gradients differs.
-    different = {"engine", "path"}
+    different = {"engine", "path", "products"}
+    # All steps at once keep each gradient's graph; one at a time, a product makes its own.
+    if stats.products != other.products:
+        different |= {"support_gradients"}
     if getattr(options.get("solver", SOLVER), "tol", None) is not None:
         different |= {"support_gradients", "query_gradients", "hessian_products"}
     for field in fields(stats):

@@ -255,7 +255,7 @@ def test_wrong_types(make: Callable[[], Any], parts: list[str]):
     ("estimator", "solver", "error", "parts"),
     [
         (
-            mn.MAML(),
+            mn.MAML(products="unrolled"),
             mn.TorchOptimizer(torch.optim.SGD, 2, {"lr": 0.1}),
             TypeError,
             [
@@ -265,7 +265,31 @@ def test_wrong_types(make: Callable[[], Any], parts: list[str]):
                 "FOBMAML",
             ],
         ),
-        (mn.MAML(), mn.LBFGS(), TypeError, ["LBFGS", "GradientDescent", "FOBMAML"]),
+        (
+            mn.MAML(),
+            mn.TorchOptimizer(torch.optim.RMSprop, 2, {"lr": 0.1}),
+            TypeError,
+            ["SGD, Adam and AdamW", "not of RMSprop", "GradientDescent", "FOBMAML"],
+        ),
+        (
+            mn.MAML(products="difference"),
+            mn.TorchOptimizer(torch.optim.Adam, 2, {"amsgrad": True}),
+            TypeError,
+            [r"not of Adam\(amsgrad=True\)", "FOBMAML"],
+        ),
+        (
+            mn.MAML(products="autograd"),
+            mn.TorchOptimizer(torch.optim.SGD, 2, {"lr": 0.1, "maximize": True}),
+            TypeError,
+            [r"not of SGD\(maximize=True\)", "FOBMAML"],
+        ),
+        (
+            mn.MAML(),
+            mn.TorchOptimizer(torch.optim.Adam, 2, tol=1e-3),
+            ValueError,
+            ["tol=0.001", "Leave tol out"],
+        ),
+        (mn.MAML(), mn.LBFGS(), TypeError, ["LBFGS", "GradientDescent", "FOBMAML", "IMAML"]),
         (mn.MAML(), mn.NewtonCG(), TypeError, ["NewtonCG", "GradientDescent"]),
         (
             mn.MAML(),
@@ -308,7 +332,7 @@ def test_estimators_and_solvers_that_do_not_fit(
 
 @pytest.mark.parametrize(
     "estimator",
-    [mn.MAML(), mn.Exact(), mn.FOBMAML(stencil="tangent")],
+    [mn.MAML(products="unrolled"), mn.Exact(), mn.FOBMAML(stencil="tangent")],
     ids=lambda e: type(e).__name__,
 )
 def test_estimators_that_need_the_stacked_engine(estimator: Any):

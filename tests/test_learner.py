@@ -498,9 +498,11 @@ def test_auto_picks_an_engine_and_says_why():
     name, why = choice(large)
     assert name == "inplace"
     assert "CPU" in why
-    name, why = choice(large, estimator=mn.MAML())
+    name, why = choice(large, estimator=mn.MAML(products="unrolled"))
     assert name == "stacked"
     assert "MAML" in why
+    assert choice(large, estimator=mn.MAML())[0] == "stacked", "a chain of layers"
+    assert choice(large, estimator=mn.MAML(products="difference"))[0] == "inplace"
     name, why = choice(small, solver=mn.LBFGS(steps=5))
     assert name == "inplace"
     assert "LBFGS" in why
@@ -569,7 +571,7 @@ def test_auto_evaluates_a_model_that_cannot_be_stacked():
 def test_auto_does_not_hide_that_an_estimator_needs_the_stacked_engine():
     setup = branching()
     with pytest.raises(mn.StackingError, match="Branching"):
-        learner_for(setup, mn.MAML(), engine="auto").backward(setup.tasks)
+        learner_for(setup, mn.MAML(products="unrolled"), engine="auto").backward(setup.tasks)
 
 
 # ---------------------------------------------------------------------------- the learner as module

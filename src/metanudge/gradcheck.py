@@ -279,6 +279,8 @@ def _label(estimator: Estimator) -> str:
         return f"{name} {', '.join(options)}" + (", unshrunk" if estimator.unshrink else "")
     if isinstance(estimator, IMAML):
         return f"{name} {estimator.cg_steps} CG steps"
+    if isinstance(estimator, MAML) and estimator.products != "auto":
+        return f"{name} {estimator.products}"
     return name
 
 

@@ -4,6 +4,7 @@ user's own training loop takes over.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -41,7 +42,8 @@ class MetaLearner(Setting):
         lam: stiffness λ of the proximal term ½λ‖φ − θ‖², 2.0 by default: a number, a mapping from
             parameter name to a number, or to a tensor of the parameter's shape; or an operator, a
             function that multiplies one task's dict of displacements with a symmetric
-            positive-definite matrix (checked on random directions).
+            positive-definite matrix (checked on random directions). `MAML`, `FOMAML` and `Reptile`
+            take 0, too: no proximal term.
         learn_lam: meta-learn λ as well, starting at `lam`: `"scalar"`, one for all parameters,
             `"tensor"`, one each, or `"parameter"`, one per entry. Kept as log λ in
             `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a
@@ -172,7 +174,12 @@ class MetaLearner(Setting):
             estimator = self.tuner.settled(
                 self.estimator, problem, batch, solver=solver, engine=engine, seed=draw, first=first
             )
-            return make(estimator=estimator, engine=engine, seed=draw, metrics=metrics, first=first)
+            gradient, stats = make(
+                estimator=estimator, engine=engine, seed=draw, metrics=metrics, first=first
+            )
+            if is_automatic(self.estimator) and stats.nu is None:
+                stats = dataclasses.replace(stats, error=self.tuner.error_of_products(problem))
+            return gradient, stats
 
         return self._choice.run(problem, batch, self._wish(), run)
 
@@ -240,6 +247,9 @@ class MetaLearner(Setting):
         """Solver, estimator and engine, for `repr`."""
         how = f"solver={self.solver!r}, estimator={self.estimator!r}, engine={self.engine!r}"
         return f"{self._describe()}, {how}"
+
+    def _takes_zero_lam(self) -> bool:
+        return not self.estimator.needs_stiffness
 
     def _wish(self) -> Wish:
         return Wish(self.engine, self.chunk, self.estimator, self.solver)

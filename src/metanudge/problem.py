@@ -177,6 +177,9 @@ class TwoLevels(Protocol):
     def shared(self) -> Mapping[str, Tensor]:
         """What both levels depend on directly, does not adapt, and gets a meta-gradient."""
 
+    twice_differentiable: bool
+    """Whether nothing is known against second derivatives of the inner loss."""
+
     learns_theta: bool
     """Whether θ, where φ starts and what the proximal term ties it to, gets a meta-gradient too."""
 
@@ -206,6 +209,7 @@ class Problem:
             parameter's shape), or an operator. Names left out of a mapping are an error.
         adapt: patterns of the names of parameters that adapt; all by default.
         regulariser: R(φ, θ) in place of the term that `lam` describes.
+        zero_lam: λ may be 0 as well.
 
     Attributes:
         parameters: those that adapt.
@@ -218,6 +222,7 @@ class Problem:
     """
 
     learns_theta = True
+    twice_differentiable = True
 
     def __init__(
         self,
@@ -226,6 +231,7 @@ class Problem:
         *,
         adapt: str | Sequence[str] | None = None,
         regulariser: Regulariser | None = None,
+        zero_lam: bool = False,
     ) -> None:
         self.objective = objective
         trainable = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
@@ -245,8 +251,17 @@ class Problem:
         adapting = names_that_adapt(adapt, trainable, dict(objective.model.named_parameters()))
         self.parameters = {n: p for n, p in trainable.items() if n in adapting}
         self.shared = {n: p for n, p in trainable.items() if n not in adapting}
+        coarse = [n for n, p in self.parameters.items() if p.dtype.itemsize < 2]
+        if coarse:
+            raise TypeError(
+                f"{some(coarse, 3)} cannot adapt: numbers of 8 bits"
+                f" ({self.parameters[coarse[0]].dtype}) cannot move a little. Freeze it with"
+                " requires_grad_(False) and adapt others (LoRA), or keep it in bfloat16 or float32."
+            )
         self.proximal = (
-            lam if isinstance(lam, Proximal) else proximal_term(lam, self.parameters, regulariser)
+            lam
+            if isinstance(lam, Proximal)
+            else proximal_term(lam, self.parameters, regulariser, zero=zero_lam)
         )
         self.smallest_lam = self.proximal.smallest_curvature
         self.theta_dtypes = {n: wide(p.dtype) for n, p in self.parameters.items()}

@@ -85,7 +85,13 @@ class Setting(nn.Module):
         if self._made is None or self._made[0] != key:
             term = self.log_lam if self.log_lam is not None else self.lam
             objective, patterns = Objective(self.model, self.loss), self.adapting
-            problem = Problem(objective, term, adapt=patterns, regulariser=self.regulariser)
+            problem = Problem(
+                objective,
+                term,
+                adapt=patterns,
+                regulariser=self.regulariser,
+                zero_lam=self._takes_zero_lam(),
+            )
             # What the key knows by its id is kept alive with it: a freed object's id may be given
             # to another.
             lam = dict(self.lam) if isinstance(self.lam, Mapping) else self.lam
@@ -137,7 +143,12 @@ class Setting(nn.Module):
             tuple(map(id, parts)),
             _fingerprint(self.lam),
             tuple(self.adapting) if isinstance(self.adapting, list) else self.adapting,
+            self._takes_zero_lam(),
         )
+
+    def _takes_zero_lam(self) -> bool:
+        """Whether λ may be 0: not where estimates divide by it."""
+        return False
 
 
 def _fingerprint(lam: Stiffness) -> Hashable:

@@ -24,11 +24,15 @@ rung.
 
 From the shifted start ν has one more bound: that start, ν∇f/λ away from θ, should not be further
 away than the solution.
+
+The ε of `MAML(products="difference")` is chosen in the same way, from its meta-gradients at
+neighbouring ε.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeGuard, Unpack
@@ -41,14 +45,18 @@ from metanudge.estimators.base import Estimator
 from metanudge.estimators.fobmaml import FOBMAML
 from metanudge.estimators.identity import centre_shift
 from metanudge.estimators.ladder import LADDER, Disagreement, Motion, average, best_nu, within
+from metanudge.estimators.maml import MAML
+from metanudge.estimators.products import ladder
 from metanudge.estimators.run import check
 from metanudge.estimators.stencils import STENCILS
+from metanudge.estimators.total import MetaGradient
 from metanudge.params import norm
-from metanudge.problem import Problem
+from metanudge.problem import Problem, TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
 
 _FEW, _MANY = 10, 50
+_WORTH_HAVING = 0.3
 
 
 def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
@@ -95,6 +103,7 @@ class NuEstimate:
         gradients: support and query gradients that it took, all tasks together.
         longest: the ν at which the shifted start of the median task is as far from θ as its
             solution; infinite for other starts.
+        symbol: what is chosen: ν, or ε of `MAML`'s differences.
     """
 
     nu: float
@@ -105,9 +114,11 @@ class NuEstimate:
     tasks: int
     gradients: int
     longest: float = math.inf
+    symbol: str = "ν"
 
     def __str__(self) -> str:
-        return f"ν {self.nu:.3g}, relative error of the difference about {self.error:.2g}"
+        chosen = f"{self.symbol} {self.nu:.3g}"
+        return f"{chosen}, relative error of the difference about {self.error:.2g}"
 
 
 class Where(TypedDict):
@@ -161,6 +172,34 @@ def estimate_nu(
     return NuEstimate(chosen, error, nus, disagreement, rounding, len(tasks), gradients, longest)
 
 
+def estimate_epsilon(
+    problem: Problem, tasks: TaskBatch, *, estimator: MAML, **where: Unpack[Where]
+) -> NuEstimate:
+    """The ε of `MAML`'s differences at which the error on these tasks is about the least.
+
+    Cost: that of seven meta-gradients of these tasks. Memory: that of one, and a copy of it.
+    """
+    solver, engine, seed = where["solver"], where["engine"], where["seed"]
+    check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
+    epsilons, cost, found = ladder(problem), Cost(), Disagreement()
+    for epsilon in epsilons:
+        total = MetaGradient(problem, len(tasks), metrics=False, seed=seed)
+        tried = replace(estimator, epsilon=epsilon)
+        with engine.session(
+            problem, tasks, width=tried.width, seed=seed, cost=cost, first=where["first"]
+        ) as groups:
+            for inner in groups:
+                tried.accumulate(inner, solver, total)
+        found.see(Motion(problem, total.gradient))
+    disagreement, rounding = found.read()
+    best, error = best_nu(epsilons, disagreement, order=2)
+    chosen = epsilons[0] if best is None else best
+    gradients = cost.support_gradients + cost.query_gradients
+    return NuEstimate(
+        chosen, error, epsilons, disagreement, rounding, len(tasks), gradients, symbol="ε"
+    )
+
+
 def _motions(
     estimator: FOBMAML,
     inners: Sequence[Inner],
@@ -188,8 +227,8 @@ def _motions(
 
 
 class NuTuner:
-    """Keeps the ν of a learner whose estimator says `nu="auto"`: chooses it at the first meta-step
-    and again every so many.
+    """Keeps the ν of a learner whose estimator says `nu="auto"` (or the ε of one that says
+    `epsilon="auto"`): chooses it at the first meta-step and again every so many.
 
     What was found before counts half, and half again with every new look: a look is at a few tasks
     only, and θ moves slowly. ν is one of a few values, so that ranks and resumed runs agree on it.
@@ -250,11 +289,14 @@ class NuTuner:
             # no more solves side by side than the meta-gradient itself makes
             self.look(estimator, problem, some, rungs_at_once=len(tasks) // few, **where)
         self._made_for = made_for
+        assert self.nu is not None
+        if isinstance(estimator, MAML):
+            return replace(estimator, epsilon=self.nu)
         return replace(estimator, nu=self.nu)
 
     def look(
         self,
-        estimator: FOBMAML,
+        estimator: FOBMAML | MAML,
         problem: Problem,
         tasks: TaskBatch,
         *,
@@ -262,9 +304,14 @@ class NuTuner:
         **where: Unpack[Where],
     ) -> NuEstimate:
         """Choose ν anew on these tasks."""
-        found = estimate_nu(
-            problem, tasks, estimator=estimator, rungs_at_once=rungs_at_once, **where
-        )
+        if isinstance(estimator, MAML):
+            found, order = estimate_epsilon(problem, tasks, estimator=estimator, **where), 2
+            _warn_of_kinks(found)
+        else:
+            order = STENCILS[estimator.stencil].order
+            found = estimate_nu(
+                problem, tasks, estimator=estimator, rungs_at_once=rungs_at_once, **where
+            )
         made_for = (estimator, where["solver"])
         # what was found for another estimator says nothing about this one
         known = self._disagreement if self._made_for in (None, made_for) else None
@@ -272,7 +319,6 @@ class NuTuner:
         self._disagreement = [
             average(a, b) for a, b in zip(before, found.disagreement, strict=True)
         ]
-        order = STENCILS[estimator.stencil].order
         nu, _ = best_nu(found.nus, self._disagreement, order=order, rounding=found.rounding)
         if nu is None:
             nu = found.nu if self.nu is None else self.nu
@@ -280,6 +326,14 @@ class NuTuner:
         self.last, self._age, self._made_for = found, 0, made_for
         self.gradients += found.gradients
         return found
+
+    def error_of_products(self, problem: TwoLevels) -> float | None:
+        """How far meta-gradients at neighbouring ε are apart at the present one, by all looks so
+        far; None before the first.
+        """
+        if self._disagreement is None:
+            return None
+        return best_nu(ladder(problem), self._disagreement, order=2)[1]
 
     def count(self) -> None:
         """A meta-gradient was made with the present ν."""
@@ -302,6 +356,23 @@ class NuTuner:
         self.last, self._made_for = None, None
 
 
-def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML]:
-    """Whether an estimator leaves the choice of ν to a tuner."""
-    return isinstance(estimator, FOBMAML) and estimator.automatic
+class ProductsWarning(UserWarning):
+    """No ε gives Hessian products by differences that are worth having."""
+
+
+def _warn_of_kinks(found: NuEstimate) -> None:
+    if found.error < _WORTH_HAVING:
+        return
+    warnings.warn(
+        "Hessian products by differences are not worth having here: at no ε are MAML's gradients"
+        " within a third of those at the next one. ReLU and max-pooling have kinks that differences"
+        ' in this precision cannot see past. Use MAML(products="autograd"), smooth activations'
+        " (GELU, Softplus, average pooling), float64, or FOBMAML().",
+        ProductsWarning,
+        stacklevel=2,
+    )
+
+
+def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML | MAML]:
+    """Whether an estimator leaves the choice of ν, or ε, to a tuner."""
+    return isinstance(estimator, FOBMAML | MAML) and estimator.automatic

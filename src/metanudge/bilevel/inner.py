@@ -244,6 +244,22 @@ class BilevelInner(Inner):
         product = torch.stack([(t * v[n][0]).sum() for n, t in g.items() if t is not None]).sum()
         return second_gradients(product, by)
 
+    def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
+        """∂g by φ and by x."""
+        x, phi = _variables(self.problem.shared), _variables(self.problem.phi(d))
+        _, g = self._differentiate("inner", x, phi, step, by_x=True)
+        return self._by_both(g, d, x)
+
+    def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
+        """∂⟨∂_φ g, v⟩ by φ and by x."""
+        x, phi = _variables(self.problem.shared), _variables(self.problem.phi(d))
+        _, g = self._differentiate("inner", x, phi, step, create_graph=True)
+        return self._by_both(self._product(g, v, phi | x), d, x)
+
+    def _by_both(self, g: Gradients, d: Params, x: Params) -> Params:
+        self.depends_on_x = self.depends_on_x or any(g[n] is not None for n in x)
+        return _rows(g, d) | _as_rows(_filled(g, x))
+
     def hessian(self, d: Params) -> Tensor:
         """That of g in φ, row by row from one graph."""
         phi = _variables(self.problem.phi(d))

@@ -34,6 +34,7 @@ class Bilevel:
     """
 
     learns_theta = False
+    twice_differentiable = True
 
     def __init__(
         self,

@@ -104,7 +104,8 @@ def hypergradient(
             float32).
         estimator: how to differentiate. Default: `FOBMAML` with a symmetric loss nudge of 10⁻³
             (10⁻² in float32), its nudged solves started at the solution, so that they stay in its
-            basin where inner is not convex. `MAML()` differentiates the solver's steps,
+            basin where inner is not convex. `MAML()` differentiates the solver's steps all at once,
+            `MAML(products="autograd")` or `"difference"` one at a time in the memory of one,
             `IMAML(cg_steps=…)` and `Exact()` use the implicit function theorem, `FOMAML()` takes
             ∂_x f alone, `ESMAML()` perturbs x at random; `Reptile()` has no meaning here.
         strong_convexity: lower bound of g's curvature in φ; `Nesterov` computes its momentum from

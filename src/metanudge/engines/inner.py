@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metanudge.params import Params, dot, flatten, tiled, unflatten
+from metanudge.params import Params, dot, flatten, per_row, tiled, unflatten
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
 from metanudge.solvers.conjugate_gradient import LinearSolve
@@ -56,11 +56,13 @@ class Inner(ABC):
         reports_solution: whether the un-nudged solution is wanted for itself, and solved for where
             the estimator does without.
         columns_at_once: how many columns of a Hessian it makes side by side.
+        unrolls: whether it knows `unrolled_gradient`.
         path: how it takes gradients, and why not faster, for people.
     """
 
     reports_solution = False
     columns_at_once = 1
+    unrolls = True
     path = ""
 
     def __init__(self, problem: TwoLevels, places: Sequence[int], cost: Cost) -> None:
@@ -218,6 +220,37 @@ class Inner(ABC):
         self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
     ) -> tuple[Tensor, Params, Params]:
         """Losses, gradient, and Hessian of f̂(θ + d) + ν f(θ + d) times v."""
+
+    def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
+        """∇f̂(θ + d) in an inner step by all that it depends on: what adapts and, row by row, the
+        shared parameters.
+        """
+        assert not self.problem.shared
+        return self.data_gradient(d, None, step, batch_size)[1]
+
+    def support_difference(
+        self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None
+    ) -> Params:
+        """`support_gradient` at d + εv less that at d − εv, with one ε a row."""
+        total: Params = {}
+        for signs in self.parts((1.0, -1.0)):
+            moved = {
+                n: torch.cat(
+                    [torch.addcmul(leaf, v[n], per_row(epsilon, leaf), value=s) for s in signs]
+                )
+                for n, leaf in d.items()
+            }
+            for name, leaf in self.support_gradient(moved, step, batch_size).items():
+                parts = leaf.unflatten(0, (len(signs), -1))
+                for sign, part in zip(signs, parts, strict=True):
+                    known = total.get(name)
+                    total[name] = part * sign if known is None else known.add_(part, alpha=sign)
+        return total
+
+    def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
+        """How `support_gradient` changes as φ moves along v: second derivatives of f̂ times v."""
+        assert not self.problem.shared
+        return self.data_hvp(d, v, None, step, batch_size)[2]
 
     @abstractmethod
     def apart(self, row: int) -> Inner:

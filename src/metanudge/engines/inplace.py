@@ -76,6 +76,7 @@ class InplaceInner(Inner):
     """One task on the user's module."""
 
     problem: Problem
+    unrolls = False
 
     def __init__(
         self,
@@ -179,25 +180,71 @@ class InplaceInner(Inner):
 
     def shared_hvp(self, d: Params, v: Params) -> Params:
         """∂²f̂/∂ω∂φ v by double backward."""
+        found = self.support_hvp(d, v, 0, None)
+        return {n: found[n] for n in self.problem.shared}
+
+    def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
+        """By all that requires grad, in one backward pass."""
+        if not self.problem.shared:
+            return super().support_gradient(d, step, batch_size)
         self._write(d)
-        shared, leaves = self.problem.shared, list(self.problem.parameters.values())
-        directions = [v[n][0].to(p.dtype) for n, p in self.problem.parameters.items()]
-        with self._guard.sharing(), sdpa_kernel(SDPBackend.MATH):
-            loss = self._loss(self._task.support, 0, "support")
-            g = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
-            along = [leaf for leaf in zip(g, directions, strict=True) if leaf[0].requires_grad]
-            mixed = [torch.zeros_like(p) for p in shared.values()]
-            if along:
-                outputs, weights = zip(*along, strict=True)
-                mixed = list(
-                    torch.autograd.grad(
-                        outputs, list(shared.values()), grad_outputs=weights, materialize_grads=True
-                    )
+        with self._guard.sharing():
+            self._backward(self._support(step, batch_size), step, "support", None)
+        self.cost.support_gradients += 1
+        return self._collect() | self._collect(self.problem.shared)
+
+    def support_difference(
+        self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None
+    ) -> Params:
+        """Two backward passes into the same `.grad`, the second one with the other sign."""
+        batch, shared = self._support(step, batch_size), self.problem.shared
+        with self._guard.sharing() if shared else nullcontext():
+            for sign in (1.0, -1.0):
+                self._write(d, v, sign * epsilon[0])
+                self._backward(
+                    batch, step, "support", torch.tensor(sign, device=self.problem.device)
                 )
+                self.cost.support_gradients += 1
+        return self._collect() | (self._collect(shared) if shared else {})
+
+    def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
+        """By all that requires grad, in one double backward."""
+        if not self.problem.shared:
+            return super().support_hvp(d, v, step, batch_size)
+        self._write(d)
+        with self._guard.sharing():
+            with sdpa_kernel(SDPBackend.MATH):
+                loss = self._loss(self._support(step, batch_size), step, "support")
+            self._bend(loss, v)
         self.cost.support_gradients += 1
         self.cost.hessian_products += 1
         self._guard.restore_buffers()
-        return {n: row(leaf) for n, leaf in zip(shared, mixed, strict=True)}
+        return self._collect() | self._collect(self.problem.shared)
+
+    def _bend(self, loss: Tensor, v: Params) -> list[Tensor]:
+        """Leave the gradient of ⟨∇_φ loss, v⟩ in the module; returns ∇_φ loss.
+
+        By `backward`, which runs all of the graph: `torch.autograd.grad` passes over a derivative
+        that says it cannot be differentiated (`once_differentiable`), and takes it for a constant.
+        """
+        parameters = self.problem.parameters
+        g = torch.autograd.grad(
+            loss, list(parameters.values()), create_graph=True, materialize_grads=True
+        )
+        bent = [
+            (leaf, v[n][0].to(leaf.dtype))
+            for n, leaf in zip(parameters, g, strict=True)
+            if leaf.requires_grad
+        ]
+        if bent:  # a loss that is linear in the parameters has no second derivative at all
+            outputs, along = zip(*bent, strict=True)
+            try:
+                torch.autograd.backward(list(outputs), list(along))
+            except BaseException:  # what it has left behind is part of no gradient
+                for parameter in (*parameters.values(), *self.problem.shared.values()):
+                    parameter.grad = None
+                raise
+        return [leaf.detach() for leaf in g]
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d."""
@@ -218,7 +265,6 @@ class InplaceInner(Inner):
     ) -> tuple[Tensor, Params, Params]:
         """Losses, gradient and Hessian-vector product by double backward."""
         self._write(d)
-        leaves = list(self.problem.parameters.values())
         with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivatives
             total = self._loss(self._support(step, batch_size), step, "support")
             if offsets is not None:
@@ -226,22 +272,10 @@ class InplaceInner(Inner):
         self.cost.support_gradients += 1
         self.cost.query_gradients += 0 if offsets is None else 1
         self.cost.hessian_products += 1
-        g = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
-        directions = [v[n][0].to(p.dtype) for n, p in self.problem.parameters.items()]
-        if any(leaf.requires_grad for leaf in g):
-            hv = torch.autograd.grad(g, leaves, grad_outputs=directions, materialize_grads=True)
-        else:  # a loss that is linear in the parameters has no second derivative at all
-            hv = tuple(torch.zeros_like(p) for p in leaves)
+        g = self._bend(total, v)
         self._guard.restore_buffers()
-        dtypes = self.problem.theta_dtypes
-        return (
-            total.detach().reshape(1),
-            {
-                n: leaf.detach().unsqueeze(0).to(dtypes[n])
-                for n, leaf in zip(dtypes, g, strict=True)
-            },
-            {n: leaf.unsqueeze(0).to(dtypes[n]) for n, leaf in zip(dtypes, hv, strict=True)},
-        )
+        first = {n: row(leaf) for n, leaf in zip(self.problem.parameters, g, strict=True)}
+        return total.detach().reshape(1), first, self._collect()
 
     def apart(self, row: int) -> Inner:
         """A group of one is apart already."""
@@ -252,8 +286,10 @@ class InplaceInner(Inner):
         self._write(d)
         self._guard.theta = {n: p.detach().clone() for n, p in self.problem.parameters.items()}
 
-    def _write(self, d: Params | None) -> None:
-        """Put φ = θ + d into the module."""
+    def _write(
+        self, d: Params | None, along: Params | None = None, by: Tensor | None = None
+    ) -> None:
+        """Put φ = θ + d into the module, or φ moved further along a direction."""
         theta = self._guard.theta
         with torch.no_grad():
             for name, parameter in self.problem.parameters.items():
@@ -262,7 +298,13 @@ class InplaceInner(Inner):
                 elif d[name].dtype == parameter.dtype:
                     torch.add(theta[name], d[name][0], out=parameter.data)
                 else:
-                    parameter.data.copy_(theta[name] + d[name][0])
+                    phi = theta[name] + d[name][0]
+                    if along is not None and by is not None:
+                        phi.addcmul_(along[name][0], by.to(phi))
+                    parameter.data.copy_(phi)
+                    continue
+                if along is not None and by is not None:
+                    parameter.data.addcmul_(along[name][0], by.to(parameter.dtype))
         if torch.is_autocast_enabled(self.problem.device.type):
             torch.clear_autocast_cache()  # it holds casts of the parameters' old values
 

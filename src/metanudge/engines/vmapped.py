@@ -25,7 +25,7 @@ from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.params import Params, norm, num_rows
 from metanudge.problem import LossError, Problem
-from metanudge.solvers.base import LinearSolver, Solution, unroll
+from metanudge.solvers.base import LinearSolver, Solution, bound, unroll
 from metanudge.task import Batch, Stack, map_tensors, num_examples
 
 Which = Literal["support", "query"]
@@ -194,6 +194,23 @@ class StackedInner(Inner):
         self.cost.hessian_products += rows
         return losses, g, hv
 
+    def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
+        """With shared parameters as if they adapted, too, and had not moved yet."""
+        if not self._omega:
+            return super().support_gradient(d, step, batch_size)
+        still = self._still(num_rows(d))
+        return StackedInner.data_gradient(self, d | still, None, step, batch_size)[1]
+
+    def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
+        """In the same way, along a direction that does not move them."""
+        if not self._omega:
+            return super().support_hvp(d, v, step, batch_size)
+        still = self._still(num_rows(d))
+        return StackedInner.data_hvp(self, d | still, v | still, None, step, batch_size)[2]
+
+    def _still(self, rows: int) -> Params:
+        return {n: p.new_zeros(rows, *p.shape) for n, p in self._omega.items()}
+
     def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:
         """MAML's gradient of every row: backwards through the steps, within `vmap`."""
         proximal = self.problem.proximal
@@ -250,7 +267,12 @@ class StackedInner(Inner):
         self.cost.hessian_products += self.tasks * unrolled
         steps = torch.full((self.tasks,), len(losses), device=self.problem.device)
         return Solution(
-            d, steps, residuals[-1], residuals[-1] / self.problem.smallest_lam, losses, residuals
+            d,
+            steps,
+            residuals[-1],
+            bound(residuals[-1], self.problem.smallest_lam),
+            losses,
+            residuals,
         )
 
     def apart(self, row: int) -> Inner:

@@ -17,9 +17,12 @@ class Estimator(ABC):
 
     Attributes:
         repeats_itself: whether every call launches the same kernels and never waits for the device.
+        needs_stiffness: whether λ must be positive: without it the inner problem need not have one
+            solution, but K steps have an end all the same.
     """
 
     repeats_itself = False
+    needs_stiffness = True
 
     @property
     def engines(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ class FOMAML(Estimator):
     """
 
     repeats_itself = True
+    needs_stiffness = False
 
     def check_problem(self, problem: TwoLevels) -> None:
         """FO-MAML ignores how φ depends on λ."""

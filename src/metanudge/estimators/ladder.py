@@ -121,12 +121,18 @@ def average(a: float, b: float) -> float:
 
 
 class Motion:
-    """dφ/dν at one ν, as it is summed up, and the rounding error to expect in it."""
+    """dφ/dν at one ν, as it is summed up (or the meta-gradient at one ε, whole), and the rounding
+    error to expect in it, where that is known.
+    """
 
-    def __init__(self, problem: TwoLevels) -> None:
+    def __init__(self, problem: TwoLevels, whole: Params | None = None) -> None:
         dtypes = problem.theta_dtypes
-        self.sum = {n: torch.zeros_like(p, dtype=dtypes[n]) for n, p in problem.parameters.items()}
-        self._roundings: list[Tensor] = []
+        self.sum = (
+            {n: torch.zeros_like(p, dtype=dtypes[n]) for n, p in problem.parameters.items()}
+            if whole is None
+            else whole
+        )
+        self._roundings = [torch.zeros((), dtype=torch.float64, device=problem.device)]
 
     @torch.no_grad()
     def add(self, d: Params, weights: Sequence[float]) -> None:

@@ -5,13 +5,23 @@ Levine 2017).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator, refuse_stiffness
+from metanudge.estimators.products import Autograd, Difference, Either, Products, usual_epsilon
+from metanudge.estimators.reverse import there_and_back
 from metanudge.estimators.total import MetaGradient
+from metanudge.names import near
 from metanudge.params import norm
 from metanudge.problem import TwoLevels
-from metanudge.solvers.base import LinearSolver, Solver
+from metanudge.solvers import TorchOptimizer
+from metanudge.solvers.adjoint import LinearUpdate, Update
+from metanudge.solvers.base import LinearSolver, Oracle, Solver, check_positive
+from metanudge.solvers.optimizer_update import OptimizerUpdate, rule_of
+from metanudge.solvers.trajectory import Keep
+
+How = Literal["auto", "unrolled", "autograd", "difference"]
 
 
 @dataclass(frozen=True)
@@ -22,15 +32,35 @@ class MAML(Estimator):
     Args:
         truncate: differentiate through the last so many steps only and treat the Jacobian of the
             earlier ones as the identity: 0 is FO-MAML, `steps` (the default) is MAML.
+        products: how the Hessians of the steps enter. `"unrolled"`: autograd through all steps at
+            once, on the stacked engine. Otherwise one step at a time, the last one first, with v ←
+            v − α(H v + λv) for gradient descent: `"autograd"` has H v from one double backward,
+            exact like the first; `"difference"` from two plain gradients, [∇f̂(φ + εv) − ∇f̂(φ −
+            εv)]/2ε, so that nothing is differentiated twice. `"auto"` is unrolled on the stacked
+            engine; in place it is autograd, or differences where the model cannot be
+            differentiated twice or a double backward does not fit into memory.
+        epsilon: ‖εv‖ of a difference, as a multiple of 1 + ‖φ‖. `"auto"`, the default with
+            differences: from the precision of the gradients (`metanudge.engines.precision`) and,
+            where a learner trains, chosen on a few tasks as `FOBMAML(nu="auto")` chooses ν, with an
+            estimate of the error in the statistics.
+        trajectory: where φ_0 … φ_{K−1} are kept for the way back: on the `"device"`, on the
+            `"host"`, or `"recompute"`, every √K-th of them, from which the steps between are taken
+            once more. `"auto"`: on the device, or on the host where that is too small.
 
-    Cost per task: K support gradients with their graph kept, one query gradient, K Hessian-vector
-    products in the backward pass; memory grows with every differentiated step. Needs
-    `GradientDescent` or `Nesterov`, double backward and the stacked engine.
+    Cost per task: unrolled, K support gradients with their graph kept, one query gradient, K
+    Hessian-vector products in the backward pass; memory grows with every differentiated step. With
+    autograd products K more support gradients, and the graph of one step at a time; with
+    differences 3K support gradients and one query gradient, and the memory of one gradient. Also
+    K displacements are kept (`trajectory`), with Adam K gradients and twice K moments, too. Needs
+    `GradientDescent` or `Nesterov`, or one step at a time `TorchOptimizer` with SGD, Adam or AdamW.
     """
 
     truncate: int | None = None
-    engines = ("stacked",)
+    products: How = "auto"
+    epsilon: float | Literal["auto"] = "auto"
+    trajectory: Keep = "auto"
     repeats_itself = True
+    needs_stiffness = False
 
     def __post_init__(self) -> None:
         if self.truncate is not None and (isinstance(self.truncate, bool) or self.truncate < 0):
@@ -38,14 +68,45 @@ class MAML(Estimator):
                 f"truncate must be a number of steps, 0 or more, got {self.truncate!r}. Leave it"
                 " out for all steps."
             )
+        for name, value, known in (
+            ("products", self.products, get_args(How)),
+            ("trajectory", self.trajectory, get_args(Keep)),
+        ):
+            if value not in known:
+                raise ValueError(
+                    f"Unknown {name} {value!r}.{near(str(value), known)} Choose one of:"
+                    f" {', '.join(known)}."
+                )
+        if self.epsilon != "auto":
+            check_positive(
+                self.epsilon, "epsilon", "It is relative to the parameters' norm; or 'auto'."
+            )
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Unrolled on the stacked one only."""
+        return ("stacked",) if self.products == "unrolled" else ("stacked", "inplace")
+
+    @property
+    def width(self) -> int:
+        """The two gradients of a difference."""
+        return 2 if self.products == "difference" else 1
+
+    @property
+    def automatic(self) -> bool:
+        """Whether ε is to be chosen."""
+        return self.products == "difference" and self.epsilon == "auto"
 
     def check(self, solver: Solver) -> None:
         """The solver's steps must be differentiable."""
-        if not isinstance(solver, LinearSolver):
+        if isinstance(solver, TorchOptimizer) and self.products != "unrolled":
+            rule_of(solver)
+        elif not isinstance(solver, LinearSolver):
+            name = type(solver).__name__
+            why = "updates in place" if name == "TorchOptimizer" else "has no update of fixed form"
             raise TypeError(
-                f"MAML differentiates the solver's steps, but {type(solver).__name__} updates in"
-                " place. Use GradientDescent or Nesterov, or an estimator that needs no graph"
-                " (FOBMAML, FOMAML, Reptile)."
+                f"MAML differentiates the solver's steps, but {name} {why}. Use GradientDescent or"
+                " Nesterov, or an estimator that needs no steps (FOBMAML, IMAML)."
             )
         if solver.tol is not None:
             raise ValueError(
@@ -63,15 +124,48 @@ class MAML(Estimator):
             )
 
     def graphs(self, solver: Solver) -> int:
-        """As many as the steps it differentiates."""
+        """As many as the steps it differentiates at once."""
+        if self.products == "difference":
+            return 0
+        at_once = self._last(solver)
+        whole = self.products != "autograd" and isinstance(solver, LinearSolver)
+        return at_once if whole else min(1, at_once)
+
+    def _last(self, solver: Solver) -> int:
+        """How many steps are differentiated."""
         return solver.steps if self.truncate is None else min(self.truncate, solver.steps)
 
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the gradients of the adaptation of a group of tasks."""
-        assert isinstance(solver, LinearSolver)
         if total.metrics:
             total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
-        g, solution = inner.unrolled_gradient(solver, unrolled=self.graphs(solver))
-        total.record_solution(inner, solution)
-        total.check(inner.places, "meta-gradient (after the query gradient)", norm(g))
-        total.add(g, 1.0)
+        if self._unrolls(inner, solver):
+            assert isinstance(solver, LinearSolver)
+            total.products = "unrolled"
+            g, solution = inner.unrolled_gradient(solver, unrolled=self._last(solver))
+            total.record_solution(inner, solution)
+            total.check(inner.places, "meta-gradient (after the query gradient)", norm(g))
+            total.add(g, 1.0)
+            return
+        oracle = inner.oracle([0.0], None, None, None)
+        update = _update_of(solver, oracle)
+        products, last = self._products(inner), self._last(solver)
+        there_and_back(total, inner, oracle, update, products, last=last, keep=self.trajectory)
+        total.products = products.name
+
+    def _unrolls(self, inner: Inner, solver: Solver) -> bool:
+        auto = self.products == "auto" and inner.unrolls and isinstance(solver, LinearSolver)
+        return self.products == "unrolled" or auto
+
+    def _products(self, inner: Inner) -> Products:
+        epsilon = usual_epsilon(inner.problem) if self.epsilon == "auto" else self.epsilon
+        if self.products == "auto":
+            return Either(epsilon)
+        return Difference(epsilon) if self.products == "difference" else Autograd()
+
+
+def _update_of(solver: Solver, oracle: Oracle) -> Update:
+    if isinstance(solver, TorchOptimizer):
+        return OptimizerUpdate(solver)
+    assert isinstance(solver, LinearSolver)
+    return LinearUpdate(solver, oracle)

@@ -23,6 +23,7 @@ class Reptile(Estimator):
 
     scale: float | None = None
     repeats_itself = True
+    needs_stiffness = False
 
     def __post_init__(self) -> None:
         if self.scale is not None:

@@ -33,13 +33,14 @@ class Stats:
         delta: estimated precision δ of the inner solutions.
         nu: nudge used; None for estimators without one.
         error: estimated error of the finite difference from unconverged solves, ‖λδ/ν‖ summed over
-            the stencil, relative to the meta-gradient's norm; None for estimators without a
-            difference.
+            the stencil, relative to the meta-gradient's norm; for `MAML` by differences how far
+            neighbouring ε were apart when ε was chosen. None for estimators without a difference.
         gradient_norm: norm of the meta-gradient.
         support_gradients, query_gradients, hessian_products: evaluations per task.
         tasks: number of tasks.
         engine: where it ran.
         path: how the stacked engine took gradients, and why not faster; empty in place.
+        products: how `MAML` multiplied with Hessians; None for other estimators.
     """
 
     query_loss_before: float = math.nan
@@ -58,6 +59,7 @@ class Stats:
     tasks: int
     engine: str
     path: str = ""
+    products: str | None = None
 
     @property
     def diverged(self) -> bool:
@@ -112,6 +114,7 @@ class MetaGradient:
         self.nu: float | None = None
         self.cost = Cost()
         self.paths: dict[str, None] = {}  # that the groups of tasks took, in their order
+        self.products: str | None = None
         self._sums: dict[str, Tensor] = {}
         self._checks: list[_Check] = []
         self._sealed: Tensor
@@ -217,6 +220,7 @@ class MetaGradient:
             tasks=self.num_tasks,
             engine=engine,
             path=" and ".join(filter(None, self.paths)),
+            products=self.products,
         )
 
     def _add_to_mean(self, key: str, values: Tensor, share: float) -> None:

@@ -23,16 +23,18 @@ def proximal_term(
     lam: Stiffness | LogStiffness,
     parameters: Mapping[str, Tensor],
     regulariser: Regulariser | None = None,
+    *,
+    zero: bool = False,
 ) -> Proximal:
     """The proximal term that a stiffness describes, or a regulariser in its place, for the
-    parameters that adapt.
+    parameters that adapt; with `zero` λ may be 0.
     """
     if regulariser is not None:
         return Custom(regulariser, parameters)
     if isinstance(lam, LogStiffness):
         return Learned(lam, parameters)
     if isinstance(lam, Tensor | Mapping) or not callable(lam):
-        return Diagonal(stiffness_per_parameter(lam, parameters))
+        return Diagonal(stiffness_per_parameter(lam, parameters, zero=zero))
     return Matrix(lam, parameters)
 
 

@@ -17,10 +17,13 @@ Stiffness = float | Tensor | Mapping[str, float | Tensor] | Operator
 
 
 def stiffness_per_parameter(
-    lam: float | Tensor | Mapping[str, float | Tensor], parameters: Mapping[str, Tensor]
+    lam: float | Tensor | Mapping[str, float | Tensor],
+    parameters: Mapping[str, Tensor],
+    *,
+    zero: bool = False,
 ) -> Params:
     """λ as one tensor per parameter, 0-d or of the parameter's shape; raises where it is not
-    positive or does not fit.
+    positive (with `zero`: where it is negative) or does not fit.
     """
     if isinstance(lam, Mapping):
         unknown, missing = sorted(set(lam) - set(parameters)), sorted(set(parameters) - set(lam))
@@ -32,17 +35,20 @@ def stiffness_per_parameter(
                 f" ({'; '.join(parts)}). Give one value per parameter name that adapts:"
                 f" {', '.join(parameters)}."
             )
-        return {name: _stiffness(lam[name], f"lam[{name!r}]", p) for name, p in parameters.items()}
+        return {
+            name: _stiffness(lam[name], f"lam[{name!r}]", p, zero=zero)
+            for name, p in parameters.items()
+        }
     if isinstance(lam, Tensor) and lam.ndim > 0:
         raise ValueError(
             f"lam is a tensor of shape {tuple(lam.shape)}. One value per parameter goes into a"
             " mapping from parameter name to a tensor of that parameter's shape; a single number"
             " applies to all."
         )
-    return {name: _stiffness(lam, "lam", p) for name, p in parameters.items()}
+    return {name: _stiffness(lam, "lam", p, zero=zero) for name, p in parameters.items()}
 
 
-def _stiffness(value: float | Tensor, what: str, parameter: Tensor) -> Tensor:
+def _stiffness(value: float | Tensor, what: str, parameter: Tensor, *, zero: bool) -> Tensor:
     try:
         tensor = torch.as_tensor(
             value, dtype=wide(parameter.dtype), device=parameter.device
@@ -59,12 +65,12 @@ def _stiffness(value: float | Tensor, what: str, parameter: Tensor) -> Tensor:
             f"{what} has shape {tuple(tensor.shape)} but its parameter has"
             f" {tuple(parameter.shape)}. Give a number or a tensor of the parameter's shape."
         )
-    bad = tensor[~(torch.isfinite(tensor) & (tensor > 0))]
+    bad = tensor[~(torch.isfinite(tensor) & ((tensor >= 0) if zero else (tensor > 0)))]
     if bad.numel():
         shown = f"{'an entry of ' if tensor.ndim else ''}{float(bad[0])}"
         raise ValueError(
             f"{what} must be positive and finite, got {shown}: λ is the stiffness of the proximal"
             " term ½λ‖φ − θ‖², and without it the inner problem has no unique solution. Start with"
-            " 2.0, or about 1/(inner learning rate)."
+            " 2.0, or about 1/(inner learning rate). MAML, FOMAML and Reptile also take lam=0."
         )
     return tensor

@@ -119,9 +119,15 @@ class Trace:
 
     def solution(self, displacement: Params, steps: Tensor) -> Solution:
         """The solution reached."""
-        residual, delta = self._residuals[-1], self._residuals[-1] / self._strong_convexity
+        residual, delta = self._residuals[-1], bound(self._residuals[-1], self._strong_convexity)
         losses, residuals = torch.stack(self._losses), torch.stack(self._residuals)
         return Solution(displacement, steps, residual, delta, losses, residuals)
+
+
+def bound(residual: Tensor, strong_convexity: float | Tensor) -> Tensor:
+    """‖φ − φ*‖ at most, residual / μ; NaN where μ is 0, so that nothing is known."""
+    unknown = not isinstance(strong_convexity, Tensor) and strong_convexity == 0
+    return residual / (math.nan if unknown else strong_convexity)
 
 
 def solve_rows(

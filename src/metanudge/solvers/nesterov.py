@@ -82,6 +82,11 @@ class Nesterov:
                 "Nesterov computes its momentum from the curvature of the proximal term, which is"
                 " unknown for this regulariser. Give it: Nesterov(lr=…, steps=…, momentum=0.9)."
             )
+        elif mu == 0:
+            raise ValueError(
+                "Nesterov computes its momentum from the smallest λ, which is 0: it would never"
+                " slow down. Give it: Nesterov(lr=…, steps=…, momentum=0.9)."
+            )
         else:
             root = math.sqrt(min(1.0, self.lr * mu))
         return (1 - root) / (1 + root)

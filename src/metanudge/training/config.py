@@ -188,8 +188,12 @@ class TrainConfig:
                 raise UserError(f"{flag(name)} {value} is too small. Use {least} or more.")
             if value is not None and value >= 1 << 63:
                 raise UserError(f"{flag(name)} {value} is too large. Use a number below 2**63.")
+        if not 0 <= self.lam < math.inf:
+            raise UserError(
+                f"--lam {self.lam} is not a positive number. It ties a task to the initialisation;"
+                " the paper uses 2. maml, fomaml and reptile also take 0."
+            )
         positive = (
-            ("lam", "It ties a task to the initialisation; the paper uses 2."),
             ("lam_lr", "It is a learning rate."),
             ("clip", "It is a norm."),
         )

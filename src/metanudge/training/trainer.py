@@ -166,7 +166,8 @@ class Training:
         look = self.learner.tuner.last
         warnings = (
             self._watch.see(values["residual_start"], values["residual"]),
-            self._watch.see_error(look.error) if look is not None else None,
+            # of ε the tuner warns itself
+            self._watch.see_error(look.error) if look is not None and look.symbol == "ν" else None,
         )
         for warning in filter(None, warnings):
             self.reporter.note(warning)

@@ -1,0 +1,43 @@
+"""How exact the arithmetic of a model's gradients is."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import nn
+
+from metanudge.problem import Problem, TwoLevels
+
+_ON_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
+
+
+class Precision(Enum):
+    """What gradients are computed in, by the coarsest part."""
+
+    DOUBLE = "float64"
+    SINGLE = "float32"
+    TENSOR_FLOAT = "TF32"
+    AUTOCAST = "16 bits, float32 parameters"
+    HALF = "16-bit parameters"
+
+
+def precision_of(problem: TwoLevels) -> Precision:
+    """Of the parameters that adapt, the present autocast and the device's matrix products."""
+    bits = min(torch.finfo(p.dtype).bits for p in problem.parameters.values())
+    if bits < 32:
+        return Precision.HALF
+    if torch.is_autocast_enabled(problem.device.type):
+        return Precision.AUTOCAST
+    if bits > 32:
+        return Precision.DOUBLE
+    return Precision.TENSOR_FLOAT if _on_tensor_cores(problem) else Precision.SINGLE
+
+
+def _on_tensor_cores(problem: TwoLevels) -> bool:
+    if problem.device.type != "cuda":
+        return False
+    if torch.get_float32_matmul_precision() != "highest":
+        return True
+    modules = problem.modules if isinstance(problem, Problem) else []
+    return torch.backends.cudnn.allow_tf32 and any(isinstance(m, _ON_CUDNN) for m in modules)

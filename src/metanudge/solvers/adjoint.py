@@ -1,0 +1,182 @@
+"""A solver's update one step at a time, and its own vector–Jacobian product.
+
+A step  d, s ← U(d, s, g)  from the displacement d, what the solver remembers s and the gradient g
+acts entry by entry, so that its derivative needs no model: here it is autograd's, leaf by leaf, of
+the same few operations that make the step. What does need the model is how g depends on d, and that
+is the estimator's business.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metanudge.params import Params
+from metanudge.solvers.base import LinearSolver, Oracle
+from metanudge.solvers.gradient_descent import GradientDescent
+
+Memory = tuple[Params, ...]
+"""What a solver remembers between two steps: nothing, or one or more tensors for each parameter."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a step begins.
+
+    Attributes:
+        d: the displacement.
+        memory: what the solver remembers.
+        g: the gradient there, where the update's derivative depends on it; else None.
+    """
+
+    d: Params
+    memory: Memory
+    g: Params | None = None
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """Derivatives of the outer loss by the displacement and the memory between two steps."""
+
+    d: Params
+    memory: Memory
+
+
+class Update(ABC):
+    """The steps of a solver of fixed length, as they run on one oracle.
+
+    Attributes:
+        steps: how many there are.
+        batch_size: support examples per step; None for all of them.
+        needs_gradient: whether the derivative of a step depends on where it is taken.
+    """
+
+    steps: int
+    batch_size: int | None
+    needs_gradient: bool
+
+    @abstractmethod
+    def begin(self, d: Params) -> Memory:
+        """What the solver remembers before the first step."""
+
+    @abstractmethod
+    def advance(self, step: int, d: Params, g: Params, memory: Memory) -> tuple[Params, Memory]:
+        """One step, out of place; `g` may be overwritten unless its values are needed later."""
+
+    @abstractmethod
+    def result(self, d: Params, memory: Memory) -> Params:
+        """The solution after the last step."""
+
+    @abstractmethod
+    def pull_back_result(self, v: Params) -> Adjoint:
+        """What a derivative `v` by the solution is by what the last step left behind."""
+
+    @abstractmethod
+    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params, float]:
+        """What derivatives by the end of a step are by its beginning, the gradient held fixed; and
+        by the gradient, as a factor and what it multiplies. They may share tensors.
+        """
+
+
+class LinearUpdate(Update):
+    """The steps of `GradientDescent`, `Nesterov` and any other `LinearSolver`.
+
+    Attributes:
+        by_strong_convexity: the derivative by μ, summed up over steps and rows, where the momentum
+            is made from a μ that is learned; else None.
+    """
+
+    def __init__(self, solver: LinearSolver, oracle: Oracle) -> None:
+        self._solver = solver
+        self._mu = oracle.strong_convexity
+        self.steps, self.batch_size = solver.steps, solver.batch_size
+        remembers = bool(solver.memory({"": torch.zeros(1)}))
+        # Of a linear step only the derivative by its coefficients depends on the place.
+        self.needs_gradient = isinstance(self._mu, Tensor) and remembers
+        self.by_strong_convexity: Tensor | None = None
+
+    def begin(self, d: Params) -> Memory:
+        """The solver's own."""
+        memory = self._solver.memory(d)
+        return (memory,) if memory else ()
+
+    def advance(self, step: int, d: Params, g: Params, memory: Memory) -> tuple[Params, Memory]:
+        """The solver's own step, on copies."""
+        new, remembered = self._solver.update(
+            copied(d),
+            copied(g) if self.needs_gradient else g,
+            copied(memory[0]) if memory else {},
+            mu=self._mu,
+            inplace=True,
+        )
+        return new, (remembered,) if memory else ()
+
+    def result(self, d: Params, memory: Memory) -> Params:
+        """The solver's own."""
+        return self._solver.result(d, memory[0] if memory else {})
+
+    def pull_back_result(self, v: Params) -> Adjoint:
+        """By d or by the memory, whichever the solution is made of."""
+        by_d, by_memory = {}, {}
+        for name, leaf in v.items():
+            still = torch.zeros_like(leaf)
+            by_d[name], by_memory[name] = pulled_back(
+                lambda d, m: (self._solver.result({"": d}, {"": m})[""],), [still, still], [leaf]
+            )
+        return Adjoint(by_d, (by_memory,) if self.begin({"": torch.zeros(1)}) else ())
+
+    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params, float]:
+        """By autograd through the solver's own step; of gradient descent it is v and −α v."""
+        if isinstance(self._solver, GradientDescent):
+            return after, after.d, -self._solver.lr
+        by_d, by_g, by_memory = {}, {}, {}
+        for name, d in point.d.items():
+            # a linear step has the same derivative everywhere
+            g = d if point.g is None else point.g[name]
+            leaves = [d, g, *(remembered[name] for remembered in point.memory)]
+            ends = [after.d[name], *(remembered[name] for remembered in after.memory)]
+            by_d[name], by_g[name], *rest = self._pull_back_leaf(leaves, ends)
+            if rest:
+                (by_memory[name],) = rest
+        return Adjoint(by_d, (by_memory,) if by_memory else ()), by_g, 1.0
+
+    def _pull_back_leaf(self, leaves: list[Tensor], ends: list[Tensor]) -> Sequence[Tensor]:
+        def step(d: Tensor, g: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            memory, mu = ({"": rest[0]} if remembers else {}), self._mu
+            if self.needs_gradient:
+                mu = rest[-1]
+            new, remembered = self._solver.update({"": d}, {"": g}, memory, mu=mu, inplace=False)
+            return (new[""], remembered[""]) if remembers else (new[""],)
+
+        remembers = len(leaves) > 2
+        if not self.needs_gradient:
+            return pulled_back(step, leaves, ends)
+        assert isinstance(self._mu, Tensor)
+        *found, by_mu = pulled_back(step, [*leaves, self._mu], ends)
+        before = self.by_strong_convexity
+        self.by_strong_convexity = by_mu if before is None else before + by_mu
+        return found
+
+
+def pulled_back(
+    function: Callable[..., tuple[Tensor, ...]], at: Sequence[Tensor], along: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Derivatives of ⟨along, function(*at)⟩ by each of `at`.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> pulled_back(lambda x, y: (x * y,), [x, 3 * x], [torch.ones(2)])
+        (tensor([3., 6.]), tensor([1., 2.]))
+    """
+    with torch.enable_grad():
+        leaves = [leaf.detach().requires_grad_() for leaf in at]
+        return torch.autograd.grad(function(*leaves), leaves, along, materialize_grads=True)
+
+
+def copied(a: Params) -> Params:
+    """The same values in memory of their own."""
+    return {n: leaf.clone() for n, leaf in a.items()}

@@ -1,0 +1,143 @@
+"""The way of a solve, kept so that it can be walked back: φ_K, …, φ_1, φ_0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from metanudge.params import Params
+from metanudge.solvers.adjoint import Memory, Point, Update
+from metanudge.solvers.base import Oracle, Solution, Trace
+
+Keep = Literal["auto", "device", "host", "recompute"]
+_SHARE = 0.5  # of the free memory, for points on the device
+
+
+@dataclass
+class Trajectory:
+    """Points of a solve from which steps are to be differentiated, the last one first.
+
+    Attributes:
+        update: the steps.
+    """
+
+    update: Update
+    _oracle: Oracle
+    _points: dict[int, Point]
+    _end: int
+    _fetch: Callable[[Tensor], Tensor]
+
+    def backwards(self) -> Iterator[tuple[int, Point]]:
+        """Every step and where it began, the last one first. A point is forgotten when the next one
+        is asked for.
+        """
+        end = self._end
+        for first in sorted(self._points, reverse=True):
+            points = self._segment(first, _moved(self._points.pop(first), self._fetch), end)
+            while points:
+                yield first + len(points) - 1, points.pop()
+            end = first
+
+    def _segment(self, first: int, point: Point, end: int) -> list[Point]:
+        """A kept point and those after it, up to where the next kept one is: their steps once
+        more.
+        """
+        noted = self.update.needs_gradient and point.g is None
+        points = []
+        for step in range(first, end):
+            if not noted and step == end - 1:
+                points.append(point)
+                break
+            _, g = self._oracle.gradient(point.d, step, self.update.batch_size)
+            points.append(Point(point.d, point.memory, g if noted else None))
+            point = Point(*self.update.advance(step, point.d, g, point.memory))
+        return points
+
+
+def solve(
+    update: Update, oracle: Oracle, *, last: int, keep: Keep = "device"
+) -> tuple[Solution, Trajectory]:
+    """Take all steps from d = 0 and keep where the last so many of them began.
+
+    Args:
+        last: how many steps will be differentiated.
+        keep: `"device"` keeps every point where it is made, `"host"` in the host's memory (pinned,
+            where the device is another), `"recompute"` every √last-th one, from which the steps
+            between are taken once more on the way back. `"auto"`: on the device, or on the host
+            where half of the free memory does not hold them.
+
+    Cost: `steps` gradients; with `"recompute"` up to `last` more on the way back.
+    """
+    d = oracle.zeros()
+    memory = update.begin(d)
+    begin = update.steps - last
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        keep = "device" if keep in ("auto", "host") else keep  # a recording cannot leave it
+    if keep == "auto":
+        keep = _chosen(d, memory, last, gradients=update.needs_gradient)
+    stride = math.isqrt(max(last - 1, 0)) + 1 if keep == "recompute" else 1
+    points: dict[int, Point] = {}
+    trace = Trace(oracle)
+    away: Callable[[Tensor], Tensor] = _to_host if keep == "host" else _as_it_is
+    for step in range(update.steps):
+        loss, g = oracle.gradient(d, step, update.batch_size)
+        trace.record(loss, g)
+        if step >= begin and (step - begin) % stride == 0:
+            noted = g if update.needs_gradient and keep != "recompute" else None
+            points[step] = _moved(Point(d, memory, noted), away)
+        d, memory = update.advance(step, d, g, memory)
+        # or the old gradient would still be alive while the next forward pass stores its
+        # activations
+        del g
+    end = update.result(d, memory)
+    steps = torch.full_like(trace.last_residual, update.steps, dtype=torch.long)
+    device = trace.last_residual.device
+    return trace.solution(end, steps), Trajectory(
+        update,
+        oracle,
+        points,
+        update.steps,
+        (lambda leaf: leaf.to(device, non_blocking=True)) if keep == "host" else _as_it_is,
+    )
+
+
+def _chosen(d: Params, memory: Memory, last: int, *, gradients: bool) -> Keep:
+    leaf = next(iter(d.values()))
+    if leaf.device.type != "cuda":
+        return "device"
+    parts = (d, *memory, *([d] if gradients else []))
+    size = sum(t.nbytes for part in parts for t in part.values())
+    free = torch.cuda.mem_get_info(leaf.device)[0] + (
+        torch.cuda.memory_reserved(leaf.device) - torch.cuda.memory_allocated(leaf.device)
+    )
+    return "device" if last * size <= _SHARE * free else "host"
+
+
+def _as_it_is(leaf: Tensor) -> Tensor:
+    return leaf
+
+
+def _to_host(leaf: Tensor) -> Tensor:
+    if leaf.device.type == "cpu":
+        return leaf
+    kept = torch.empty_like(leaf, device="cpu", pin_memory=True)
+    return kept.copy_(leaf, non_blocking=True)
+
+
+def _moved(point: Point, move: Callable[[Tensor], Tensor]) -> Point:
+    if move is _as_it_is:
+        return point
+
+    def moved(part: Params) -> Params:
+        return {n: move(leaf) for n, leaf in part.items()}
+
+    return Point(
+        moved(point.d),
+        tuple(moved(part) for part in point.memory),
+        None if point.g is None else moved(point.g),
+    )
