@@ -67,7 +67,7 @@ def test_a_wrong_gradient_is_found(
     monkeypatch.setattr(MetaLearner, "meta_gradient", wrong)
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert "8 of 8 checks FAILED" in text
+    assert "9 of 9 checks FAILED" in text
     assert "FAIL" in text
 
 

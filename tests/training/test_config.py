@@ -116,7 +116,7 @@ def test_a_whole_number_may_stand_for_a_float_and_left_out_fields_have_defaults(
     [
         {"iterations": 0}, {"tasks": 0}, {"ways": 0}, {"shots": -1}, {"seed": -1},
         {"seed": 1 << 63}, {"iterations": 1 << 63},
-        {"lam": 0.0}, {"lam": float("nan")},
+        {"lam": -0.1}, {"lam": float("nan")},
         {"clip": -1.0}, {"chunk": 0}, {"eval_every": -1}, {"checkpoint_every": 0},
         {"precision": "bf16", "dtype": "float64"},
     ],
