@@ -4,7 +4,6 @@ user's own training loop takes over.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -123,10 +122,8 @@ class MetaLearner(Setting):
         Args:
             tasks: a `TaskBatch`, a `Task`, or tasks.
             metrics: also measure query loss and accuracy before and after adaptation.
-            seed: of this call's dropout masks and minibatches. Default: from the learner's seed and
-                the number of calls so far.
-            first: place of the first task in a meta-batch shared among machines, so that each
-                task's draws are the same wherever it runs.
+            seed: of dropout masks and minibatches; by default from the learner's and the calls.
+            first: place of the first task in a meta-batch shared among machines.
         """
         with self._at_work() as problem:
             gradient, stats = self._meta_gradient(problem, tasks, metrics, seed, first)
@@ -167,19 +164,15 @@ class MetaLearner(Setting):
     ) -> tuple[Params, Stats]:
         batch, solver = TaskBatch.of(tasks), self.solver
         draw = mix(self.seed, self.calls) if seed is None else seed
-        recorder = self._choice.recorder(problem)
-        make = partial(meta_gradient, problem, batch, solver=solver, recorder=recorder)
+        make = partial(meta_gradient, problem, batch, solver=solver, seed=draw, first=first)
+        make = partial(make, metrics=metrics, recorder=self._choice.recorder(problem))
 
         def run(engine: Engine) -> tuple[Params, Stats]:
             estimator = self.tuner.settled(
                 self.estimator, problem, batch, solver=solver, engine=engine, seed=draw, first=first
             )
-            gradient, stats = make(
-                estimator=estimator, engine=engine, seed=draw, metrics=metrics, first=first
-            )
-            if is_automatic(self.estimator) and stats.nu is None:
-                stats = dataclasses.replace(stats, error=self.tuner.error_of_products(problem))
-            return gradient, stats
+            gradient, stats = make(estimator=estimator, engine=engine)
+            return gradient, self.tuner.report(self.estimator, problem, stats)
 
         return self._choice.run(problem, batch, self._wish(), run)
 
@@ -201,10 +194,8 @@ class MetaLearner(Setting):
         self, tasks: Tasks, *, seed: int | None = None, first: int = 0, rungs_at_once: int = 1
     ) -> NuEstimate:
         """Choose ν on these tasks now, for an estimator with `nu="auto"`; otherwise `meta_gradient`
-        does it when it is time.
-
-        For training loops of several processes, which should all use one ν: choose on one, give
-        `learner.tuner.state_dict()` to all.
+        does it when it is time. For several processes, which should all use one ν: choose on one,
+        give `learner.tuner.state_dict()` to all.
 
         Args:
             tasks, seed, first: as in `backward`.

@@ -49,7 +49,7 @@ from metanudge.estimators.maml import MAML
 from metanudge.estimators.products import ladder
 from metanudge.estimators.run import check
 from metanudge.estimators.stencils import STENCILS
-from metanudge.estimators.total import MetaGradient
+from metanudge.estimators.total import MetaGradient, Stats
 from metanudge.params import norm
 from metanudge.problem import Problem, TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
@@ -327,13 +327,13 @@ class NuTuner:
         self.gradients += found.gradients
         return found
 
-    def error_of_products(self, problem: TwoLevels) -> float | None:
-        """How far meta-gradients at neighbouring ε are apart at the present one, by all looks so
-        far; None before the first.
+    def report(self, estimator: Estimator, problem: TwoLevels, stats: Stats) -> Stats:
+        """The statistics of a meta-gradient, with how far those at neighbouring ε are apart, by all
+        looks so far, where an ε was chosen.
         """
-        if self._disagreement is None:
-            return None
-        return best_nu(ladder(problem), self._disagreement, order=2)[1]
+        if stats.nu is not None or not is_automatic(estimator) or self._disagreement is None:
+            return stats
+        return replace(stats, error=best_nu(ladder(problem), self._disagreement, order=2)[1])
 
     def count(self) -> None:
         """A meta-gradient was made with the present ν."""

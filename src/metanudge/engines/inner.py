@@ -193,11 +193,12 @@ class Inner(ABC):
         There is one weight per nudge; without offsets f is not evaluated.
         """
 
-    @abstractmethod
     def shared_hvp(self, d: Params, v: Params) -> Params:
         """∂²f̂/∂ω∂φ at θ + d times v: how the gradient by the shared parameters ω changes as φ
         moves along v.
         """
+        found = self.support_hvp(d, v, 0, None)
+        return {n: found[n] for n in self.problem.shared}
 
     @abstractmethod
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:

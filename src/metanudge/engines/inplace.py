@@ -178,11 +178,6 @@ class InplaceInner(Inner):
                 self.cost.query_gradients += 1
         return {n: leaf.mul_(weights[0]) for n, leaf in self._collect(self.problem.shared).items()}
 
-    def shared_hvp(self, d: Params, v: Params) -> Params:
-        """∂²f̂/∂ω∂φ v by double backward."""
-        found = self.support_hvp(d, v, 0, None)
-        return {n: found[n] for n in self.problem.shared}
-
     def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
         """By all that requires grad, in one backward pass."""
         if not self.problem.shared:

@@ -128,23 +128,6 @@ class StackedInner(Inner):
         g = torch.autograd.grad(total, list(omega.values()), materialize_grads=True)
         return {n: leaf.unsqueeze(0) for n, leaf in zip(omega, g, strict=True)}
 
-    def shared_hvp(self, d: Params, v: Params) -> Params:
-        """∂²f̂/∂ω∂φ v for all rows: the gradient by ω of ⟨∇_φ f̂, v⟩."""
-        rows = num_rows(d)
-        still = {n: torch.zeros_like(p) for n, p in self._omega.items()}
-
-        def row(data: Data, d: Params, v: Params) -> Params:
-            def along(e: Params) -> Tensor:
-                g = grad(lambda d: self._nudged(data, d | e, None, step=0))(d)
-                return torch.stack([(leaf * v[n]).sum() for n, leaf in g.items()]).sum()
-
-            return grad(along)(still)
-
-        mixed = self._over_rows(row, rows, (d, v), 0, None, with_query=False, second_order=True)
-        self._count(rows, None)
-        self.cost.hessian_products += rows
-        return mixed
-
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d for all rows."""
         d = self.shifted(d, shift)
