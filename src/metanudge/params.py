@@ -8,6 +8,7 @@ nudges) and the in-place engine (one row). Nothing here knows what the rows mean
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import singledispatch
 
 import torch
 from torch import Tensor
@@ -34,8 +35,11 @@ def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(products).sum(0)
 
 
+@singledispatch
 def norm(a: Mapping[str, Tensor]) -> Tensor:
-    """Euclidean norm of each row, shape `(rows,)`; allocates nothing of the size of `a`."""
+    """Euclidean norm of each row, shape `(rows,)`; allocates nothing of the size of `a`. Mappings
+    that know a shorter way register it, here and with `condensed`.
+    """
     norms = [torch.linalg.vector_norm(_matrix(leaf), dim=1) for leaf in a.values()]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
@@ -102,6 +106,14 @@ def combined(rows: Tensor, weights: float | Sequence[float]) -> Tensor:
     for weight, row in zip(weights[1:], others, strict=True):
         total.add_(row, alpha=weight)
     return total
+
+
+@singledispatch
+def condensed(
+    a: Params, weights: float | Sequence[float]
+) -> tuple[Params, float | Sequence[float]]:
+    """Rows and weights with the same weighted sum: by default as they are."""
+    return a, weights
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -194,7 +194,7 @@ CASES = {
         ["MAML", "LBFGS"],
     ),
     "engine that the estimator cannot use": (
-        ["train", "sinusoid", "--estimator", "maml", "--engine", "inplace"],
+        ["train", "sinusoid", "--estimator", "maml:products=unrolled", "--engine", "inplace"],
         ["MAML", "stacked"],
     ),
     "unknown optimizer": (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from metanudge.params import Params
+from metanudge.params import Params, combined, condensed, norm
 
 Orders = Mapping[str, tuple[int, ...]]
 """In which order the axes of some parameters lie in memory, the slowest first; the others lie as
@@ -71,6 +71,16 @@ class Flat(dict[str, Tensor]):
         found = self.like(first.new_empty(len(first), self.matrix.shape[1]))
         torch._foreach_copy_([found[n] for n in rows], list(rows.values()))
         return found
+
+
+@norm.register(Flat)
+def _norm(a: Flat) -> Tensor:
+    return torch.linalg.vector_norm(a.matrix, dim=1)
+
+
+@condensed.register(Flat)
+def _condensed(a: Flat, weights: float | Sequence[float]) -> tuple[Params, float | Sequence[float]]:
+    return a.like(combined(a.matrix, weights).unsqueeze(0)), 1.0
 
 
 def _laid_out(piece: Tensor, shape: torch.Size, order: tuple[int, ...] | None) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from metanudge.engines import Cost, Inner, Measured
-from metanudge.params import Params, combined
+from metanudge.params import Params, combined, condensed
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solution
 
@@ -119,11 +119,14 @@ class MetaGradient:
         self._checks: list[_Check] = []
         self._sealed: Tensor
 
-    def add(self, rows: Params, weights: float | list[float], scale: Params | None = None) -> None:
+    def add(
+        self, rows: Params, weights: float | Sequence[float], scale: Params | None = None
+    ) -> None:
         """gradient += scale ⊙ Σ_r w_r rows_r / num_tasks; one weight for all rows or one per nudge
         (rows are nudge by nudge).
         """
         with torch.no_grad():
+            rows, weights = condensed(rows, weights)
             for name, leaf in rows.items():
                 factor = None if scale is None else scale[name]
                 if leaf.shape[0] == 1:  # the in-place engine: no temporary of the size of the model
