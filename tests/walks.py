@@ -89,6 +89,3 @@ def reversed_gradient(
 
 def engines(model: str) -> tuple[str, ...]:
     return ("inplace",) if model == "LSTM" else ("inplace", "stacked")
-
-
-CASES = [(model, engine) for model in MODELS for engine in engines(model)]
