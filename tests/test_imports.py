@@ -205,38 +205,28 @@ def test_training_works_without_the_lab(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
-# Imports of the package by itself inside functions, or for types only, that are still to go: the
-# file's name, and the last name of what it imports. Only ever shortened.
-STILL_LATE = {
-    ("chain.py", "head"),
-    ("chained.py", "engines"),
-    ("oracle.py", "accel"),
-    ("__init__.py", "cuda"),
-    ("__init__.py", "tail"),
-}
-
-
 def is_late(found: Import) -> bool:
-    """The public names load late (see `metanudge.__init__`), and the command line loads what a
-    command needs when it runs.
+    """The public names load late (see `metanudge.__init__`), the command line loads what a command
+    needs when it runs, and Triton is not everywhere.
     """
-    return not found.eager and found.importer not in ("__init__", "cli", "__main__")
+    early = found.eager or found.importer in ("__init__", "cli", "__main__")
+    return not early and not needs_triton(found.target)
 
 
-def is_still_late(found: Import) -> bool:
-    return is_late(found) and (found.path.name, found.target.rpartition(".")[2]) in STILL_LATE
+def needs_triton(module: str) -> bool:
+    path = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+    return path.is_file() and any(one.eager and one.top == "triton" for one in imports_of(path))
 
 
 def test_only_the_command_line_imports_late():
     """An import inside a function hides who knows whom: it is either a cycle or needless."""
-    wrong = [str(found) for found in WITHIN if is_late(found) and not is_still_late(found)]
+    wrong = [str(found) for found in WITHIN if is_late(found)]
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_rule_would_see_a_late_import():
     found = Import(PACKAGE / "estimators" / "base.py", 1, "metanudge.problem", False)
     assert is_late(found)
-    assert not is_still_late(found)
     assert not is_late(Import(PACKAGE / "cli" / "train.py", 1, "metanudge.training.loop", False))
 
 
@@ -246,7 +236,7 @@ def test_no_module_imports_itself_by_a_detour():
     """
     graph: dict[str, set[str]] = {}
     for found in WITHIN:
-        if not is_still_late(found) and found.path.name != "__init__.py":
+        if found.path.name != "__init__.py":
             name = ".".join(found.path.relative_to(PACKAGE.parent).with_suffix("").parts)
             graph.setdefault(name, set()).add(found.target)
 

@@ -82,10 +82,10 @@ class FlatOracle(NudgedOracle):
             return loss, norm(g)
         lam = _lam_of_kernel(self.inner.problem) if self.shift is None else None
         if lam is not None:
-            from metanudge.accel import step as kernel
+            from metanudge.accel.step import step as descend
 
             pull = None if self.pull is None else self.pull.matrix
-            return loss, kernel.step(d.matrix, g.matrix, lam, pull, self.pull_scale, lr)
+            return loss, descend(d.matrix, g.matrix, lam, pull, self.pull_scale, lr)
         self.complete(g, d)
         d.matrix.add_(g.matrix, alpha=-lr)
         return loss, torch.linalg.vector_norm(g.matrix, dim=1)
