@@ -15,7 +15,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 PLAIN_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
 SEED ?= 1
 # These failed on some CPUs when their tolerances came from one.
-BRITTLE := tests/bilevel/test_hypergradient.py tests/engines/test_chain.py tests/test_tuning.py \
+BRITTLE := tests/bilevel/test_hypergradient.py tests/accel/test_chain.py tests/test_tuning.py \
 	-k 'test_every_solver or test_equals_the_general_path or test_every_kind or test_an_ulp'
 
 .PHONY: run test test-numerics test-brittle check format bench docs clean
