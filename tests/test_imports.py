@@ -25,6 +25,7 @@ LAYERS = (
     {"version", "names"},
     {"params", "task"},
     {"proximal"},
+    {"rates"},
     {"problem"},
     {"solvers"},
     {"engines"},

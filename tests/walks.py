@@ -89,3 +89,62 @@ def reversed_gradient(
 
 def engines(model: str) -> tuple[str, ...]:
     return ("inplace",) if model == "LSTM" else ("inplace", "stacked")
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.2}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.8, "dampening": 0.1}),
+    "nesterov": (
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "Adam": (torch.optim.Adam, {"lr": 0.03}),
+    "Adam, decayed": (torch.optim.Adam, {"lr": 0.03, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.03, "weight_decay": 0.3}),
+}
+
+
+class Inside:
+    """One of the optimizers, as torch's documentation writes it down, on displacements."""
+
+    def __init__(self, name: str) -> None:
+        self.kind, given = OPTIMIZERS[name]
+        defaults = self.kind([torch.zeros(1)], **given).param_groups[0]
+        self.options = {**defaults, **given}
+        self.state: dict[str, list[Tensor]] = {}
+        self.time = 0
+
+    def step(self, d: Parameters, g: Parameters, rates: Parameters | None = None) -> Parameters:
+        self.time += 1
+        each = dict.fromkeys(d, self.options["lr"]) if rates is None else rates
+        return {n: self._moved(n, leaf, g[n], each[n]) for n, leaf in d.items()}
+
+    def _moved(self, name: str, d: Tensor, g: Tensor, rate: Any) -> Tensor:
+        o = self.options
+        if self.kind is torch.optim.AdamW:
+            d = d - rate * o["weight_decay"] * d
+        else:
+            g = g + o["weight_decay"] * d
+        if self.kind is torch.optim.SGD:
+            if o["momentum"]:
+                before = self.state.get(name)
+                buffer = g
+                if before is not None:
+                    buffer = o["momentum"] * before[0] + (1 - o["dampening"]) * g
+                self.state[name] = [buffer]
+                g = g + o["momentum"] * buffer if o["nesterov"] else buffer
+            return d - rate * g
+        b1, b2 = o["betas"]
+        m, v = self.state.get(name, [torch.zeros_like(g), torch.zeros_like(g)])
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        self.state[name] = [m, v]
+        high = v / (1 - b2**self.time)
+        # the root has no derivative at zero
+        there = high > 0
+        root = torch.where(there, torch.where(there, high, torch.ones_like(high)).sqrt(), 0.0)
+        return d - rate * (m / (1 - b1**self.time)) / (root + o["eps"])
+
+
+def solver_of(name: str, steps: int) -> mn.TorchOptimizer:
+    kind, options = OPTIMIZERS[name]
+    return mn.TorchOptimizer(kind, steps=steps, options=options)

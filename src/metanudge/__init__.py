@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from metanudge.evaluation import Evaluation
     from metanudge.gradcheck import GradientReport, check_gradient
     from metanudge.learner import MetaLearner
+    from metanudge.rates import InnerRates
     from metanudge.solvers import LBFGS, GradientDescent, Nesterov, NewtonCG, TorchOptimizer
     from metanudge.task import Task, TaskBatch
 
@@ -54,6 +55,7 @@ _HOMES = {
     "gradcheck": ("GradientReport", "check_gradient"),
     "evaluation": ("Evaluation",),
     "learner": ("MetaLearner",),
+    "rates": ("InnerRates",),
     "solvers": ("GradientDescent", "LBFGS", "Nesterov", "NewtonCG", "TorchOptimizer"),
     "task": ("Task", "TaskBatch"),
 }
@@ -63,7 +65,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 — grouped by what they are for
     "MetaLearner", "Evaluation", "Stats", "Task", "TaskBatch",
     "FOBMAML", "MAML", "FOMAML", "Reptile", "IMAML", "ESMAML", "Exact",
-    "GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG",
+    "GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG", "InnerRates",
     "hypergradient", "solve_bilevel", "Hypergradient",
     "check_gradient", "GradientReport", "DivergenceWarning", "NonFiniteError", "StackingError",
     "models", "optim", "tasks", "tuning", "__version__",

@@ -93,7 +93,9 @@ def adapted(
 ) -> nn.Module:
     """A copy of a problem's model after a solve on a support set; `patterns` say what adapts."""
     model = copy.deepcopy(own.objective.model)
-    problem = Problem(Objective(model, own.objective.loss), own.proximal, adapt=patterns)
+    problem = Problem(
+        Objective(model, own.objective.loss), own.proximal, adapt=patterns, rates=own.rates
+    )
     batch = TaskBatch.of(Task(support, support))
     problem.check_tasks(batch)
     with InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:

@@ -204,7 +204,13 @@ def _double(learner: MetaLearner) -> Problem:
     if isinstance(regulariser, nn.Module):
         regulariser = copy.deepcopy(regulariser).double()
     return Problem(
-        Objective(model, learner.loss), lam, adapt=learner.adapting, regulariser=regulariser
+        Objective(model, learner.loss),
+        lam,
+        adapt=learner.adapting,
+        regulariser=regulariser,
+        rates=None
+        if learner.learned_rates is None
+        else copy.deepcopy(learner.learned_rates).double(),
     )
 
 
@@ -230,7 +236,7 @@ def _implicit(
     iterative = IMAML(cg_steps=min(size, 500), tol=1e-12)
     try:
         g, stats = gradient(Exact() if size <= LARGEST_DENSE else iterative, optimum or newton)
-    except (RuntimeError, FloatingPointError) as error:
+    except (RuntimeError, FloatingPointError, ValueError) as error:
         notes.append(f"No implicit gradient: {error}")
         return None, math.nan
     if stats.residual > 1e-6:

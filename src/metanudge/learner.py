@@ -21,6 +21,7 @@ from metanudge.evaluation import Evaluation, adapted, evaluate, with_steps
 from metanudge.params import Params
 from metanudge.problem import Loss, Problem
 from metanudge.proximal import Per, Regulariser, Stiffness
+from metanudge.rates import InnerRates, RatePer
 from metanudge.setting import Setting, add_to_grad, at_work, meta_loss
 from metanudge.solvers import EXAMPLES, GradientDescent, Solver
 from metanudge.solvers.base import check_kind
@@ -48,6 +49,9 @@ class MetaLearner(Setting):
             `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a
             learning rate of its own. Its gradient is the implicit one, exact for converged inner
             solves (with `MAML` that of the K steps).
+        learn_lr: meta-learn the inner learning rates as well, starting at the solver's: `"scalar"`,
+            `"tensor"`, `"parameter"` (Meta-SGD) or `"step"`, one per tensor and step (LSLR of
+            MAML++); `InnerRates` says more. Kept as log r in `learner.log_lr`; needs `MAML`.
         adapt: which parameters adapt to a task, as a pattern of their names (`"head.*"`) or
             several; all by default. The others are shared by all tasks: meta-learned, not adapted.
         regulariser: a function R(φ, θ) of two dicts of one task's tensors, in place of ½λ‖φ − θ‖²;
@@ -83,6 +87,7 @@ class MetaLearner(Setting):
         *,
         lam: Stiffness | None = None,
         learn_lam: Per | None = None,
+        learn_lr: RatePer | InnerRates | None = None,
         adapt: str | Sequence[str] | None = None,
         regulariser: Regulariser | None = None,
         solver: Solver | None = None,
@@ -92,7 +97,7 @@ class MetaLearner(Setting):
         seed: int = 0,
         compile: bool = True,
     ) -> None:
-        super().__init__(model, loss, lam, learn_lam, adapt, regulariser)
+        super().__init__(model, loss, lam, learn_lam, learn_lr, adapt, regulariser)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be a whole number, got {seed!r}. Write e.g. seed=0.")
         self.solver: Solver = solver if solver is not None else GradientDescent(lr=0.1, steps=5)
@@ -106,7 +111,7 @@ class MetaLearner(Setting):
         self._choice = EngineChoice()
         self._watch = Watch()
         self._wish()
-        self._settle()
+        self._settle(self.solver)
 
     def backward(
         self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0
@@ -152,7 +157,7 @@ class MetaLearner(Setting):
         self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0
     ) -> tuple[Params, Stats]:
         """The mean meta-gradient, keyed like `model.named_parameters()`, then `log_lam.…` where λ
-        is learned; writes no `.grad`.
+        is learned and `log_lr.…` (`lr.…`) where inner rates are; writes no `.grad`.
         """
         with self._at_work() as problem:
             result = self._meta_gradient(problem, tasks, metrics, seed, first)

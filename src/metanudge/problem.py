@@ -34,6 +34,7 @@ from metanudge.proximal import (
     Stiffness,
     proximal_term,
 )
+from metanudge.rates import LearnedRates
 from metanudge.task import Batch, TaskBatch, describe, kind_of, tensors
 
 Nudge = Literal["loss", "gradient"]
@@ -195,6 +196,10 @@ class TwoLevels(Protocol):
     smallest_lam: float | Tensor
     """The strong convexity that is known; NaN where none is."""
 
+    @property
+    def rates(self) -> LearnedRates | None:
+        """The inner learning rates, where they are learned."""
+
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero."""
 
@@ -210,12 +215,13 @@ class Problem:
         adapt: patterns of the names of parameters that adapt; all by default.
         regulariser: R(φ, θ) in place of the term that `lam` describes.
         zero_lam: λ may be 0 as well.
+        rates: in place of the solver's learning rate, where it is learned.
 
     Attributes:
         parameters: those that adapt.
         shared: those that are meta-learned but do not adapt.
         meta_parameters: everything that gets a meta-gradient: the two above in the model's order,
-            then what the proximal term learns.
+            then what the proximal term learns, and inner rates.
         smallest_lam: the strong convexity that the proximal term guarantees by itself: the smallest
             λ.
         theta_dtypes: those of displacements: the parameter's own, float32 at least.
@@ -232,6 +238,7 @@ class Problem:
         adapt: str | Sequence[str] | None = None,
         regulariser: Regulariser | None = None,
         zero_lam: bool = False,
+        rates: LearnedRates | None = None,
     ) -> None:
         self.objective = objective
         trainable = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
@@ -265,7 +272,12 @@ class Problem:
         )
         self.smallest_lam = self.proximal.smallest_curvature
         self.theta_dtypes = {n: wide(p.dtype) for n, p in self.parameters.items()}
-        self.meta_parameters: dict[str, nn.Parameter] = {**trainable, **self.proximal.learned}
+        self.rates = rates
+        self.meta_parameters: dict[str, nn.Parameter] = {
+            **trainable,
+            **self.proximal.learned,
+            **(rates.learned if rates is not None else {}),
+        }
 
     @property
     def theta(self) -> Params:

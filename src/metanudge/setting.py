@@ -16,6 +16,9 @@ from metanudge.engines.undisturbed import claimed, restored, uninterrupted
 from metanudge.params import Params
 from metanudge.problem import Loss, Objective, Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
+from metanudge.rates import InnerRates, LearnedRates, RatePer
+from metanudge.solvers import Solver
+from metanudge.solvers.rated import own_rate
 
 
 class Setting(nn.Module):
@@ -29,6 +32,7 @@ class Setting(nn.Module):
         loss: Loss,
         lam: Stiffness | None,
         learn_lam: Per | None,
+        learn_lr: RatePer | InnerRates | None,
         adapt: str | Sequence[str] | None,
         regulariser: Regulariser | None,
     ) -> None:
@@ -54,26 +58,37 @@ class Setting(nn.Module):
         self.loss = loss
         self.lam: Stiffness = lam if lam is not None else 2.0
         self.learn_lam = learn_lam
+        self.learn_lr = (
+            learn_lr
+            if learn_lr is None or isinstance(learn_lr, InnerRates)
+            else InnerRates(learn_lr)
+        )
         self.regulariser = regulariser
         self.adapting = adapt
         self.log_lam: LogStiffness | None = None
+        self.log_lr: LearnedRates | None = None  # positive ones
+        self.lr: LearnedRates | None = None
         self._made: tuple[Hashable, Problem, Any] | None = None
 
-    def _settle(self) -> None:
-        """Make the problem, with λ among the parameters where it is learned; nothing else may be
-        asked before.
+    def _settle(self, solver: Solver) -> None:
+        """Make the problem, with λ and the solver's rate among the parameters where they are
+        learned; nothing else may be asked before.
         """
         fixed = self.problem()
         if self.learn_lam is not None:
             self.log_lam = LogStiffness(self.lam, self.learn_lam, fixed.parameters)
-            self.problem()
+        if self.learn_lr is not None:
+            start = own_rate(solver)
+            rates = LearnedRates(self.learn_lr, start, solver.steps, fixed.parameters)
+            setattr(self, "log_lr" if self.learn_lr.positive else "lr", rates)
+        self.problem()
 
     def _describe(self) -> str:
         """What ties a task to θ, and what adapts, for `repr`."""
         term: dict[str, object] = {"lam": self.lam}
         if self.regulariser is not None:
             term = {"regulariser": self.regulariser}
-        more = {"learn_lam": self.learn_lam, "adapt": self.adapting}
+        more = {"learn_lam": self.learn_lam, "learn_lr": self.learn_lr, "adapt": self.adapting}
         shown = term | {name: value for name, value in more.items() if value is not None}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
@@ -91,11 +106,12 @@ class Setting(nn.Module):
                 adapt=patterns,
                 regulariser=self.regulariser,
                 zero_lam=self._takes_zero_lam(),
+                rates=self.learned_rates,
             )
             # What the key knows by its id is kept alive with it: a freed object's id may be given
             # to another.
             lam = dict(self.lam) if isinstance(self.lam, Mapping) else self.lam
-            self._made = (key, problem, (lam, self.log_lam))
+            self._made = (key, problem, (lam, self.log_lam, self.learned_rates))
         return self._made[1]
 
     def stiffness(self) -> Params:
@@ -111,9 +127,30 @@ class Setting(nn.Module):
         if self.log_lam is not None:
             yield from self.log_lam.parameters()
 
-    def parameter_groups(self, lr: float, lam_lr: float | None = None) -> list[dict[str, Any]]:
-        """Parameter groups for an optimizer: the model's with `lr`, log λ with `lam_lr` (default:
-        `lr`) and without weight decay.
+    @property
+    def learned_rates(self) -> LearnedRates | None:
+        """`log_lr` or `lr`, where inner rates are learned."""
+        return self.lr if self.log_lr is None else self.log_lr
+
+    def rates(self) -> Params:
+        """The learned inner rate of each parameter that adapts as it is now: 0-d, of the
+        parameter's shape, or one per step (copies); empty where none is learned.
+        """
+        if self.learned_rates is None:
+            return {}
+        now = self.learned_rates.now()
+        return {n: now.whole(n).clone() for n in self.problem().parameters}
+
+    def rate_parameters(self) -> Iterator[nn.Parameter]:
+        """What is kept of the inner rates, where they are learned."""
+        if self.learned_rates is not None:
+            yield from self.learned_rates.parameters()
+
+    def parameter_groups(
+        self, lr: float, lam_lr: float | None = None, rate_lr: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer: the model's with `lr`; log λ with `lam_lr` and learned
+        inner rates with `rate_lr` (default: `lr`), without weight decay.
 
         Example:
             >>> import metanudge as mn, torch
@@ -124,20 +161,25 @@ class Setting(nn.Module):
             ...     for group in optimizer.param_groups]
             [(2, 0.001, 0.01), (2, 0.01, 0.0)]
         """
-        model = {"params": list(self.model.parameters()), "lr": lr}
-        if self.log_lam is not None:
-            own = lr if lam_lr is None else lam_lr
-            return [model, {"params": [*self.lam_parameters()], "lr": own, "weight_decay": 0.0}]
-        if lam_lr is not None:
-            raise ValueError(
-                f"lam_lr={lam_lr!r} was given, but λ is not learned. Make the learner with"
-                " learn_lam, or leave lam_lr out."
-            )
-        return [model]
+        groups: list[dict[str, Any]] = [{"params": list(self.model.parameters()), "lr": lr}]
+        for own, name, what, parameters in (
+            (lam_lr, "lam", "λ is", [*self.lam_parameters()]),
+            (rate_lr, "rate", "inner rates are", [*self.rate_parameters()]),
+        ):
+            if parameters:
+                rate = lr if own is None else own
+                groups.append({"params": parameters, "lr": rate, "weight_decay": 0.0})
+            elif own is not None:
+                learn = "learn_lam" if name == "lam" else "learn_lr"
+                raise ValueError(
+                    f"{name}_lr={own!r} was given, but {what} not learned. Make the learner with"
+                    f" {learn}, or leave {name}_lr out."
+                )
+        return groups
 
     def _fingerprint(self) -> Hashable:
         """What changes when the problem does, without waiting for the device."""
-        parts = (self.model, self.loss, self.regulariser, self.log_lam)
+        parts = (self.model, self.loss, self.regulariser, self.log_lam, self.learned_rates)
         return (
             tuple((id(p), p.requires_grad, p.device, p.dtype) for p in self.parameters()),
             tuple(map(id, parts)),

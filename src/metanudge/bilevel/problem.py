@@ -35,6 +35,7 @@ class Bilevel:
 
     learns_theta = False
     twice_differentiable = True
+    rates = None
 
     def __init__(
         self,

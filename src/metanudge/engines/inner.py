@@ -21,6 +21,7 @@ from metanudge.params import Params, dot, flatten, per_row, tiled, unflatten
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
 from metanudge.solvers.conjugate_gradient import LinearSolve
+from metanudge.solvers.rated import solve_rated
 
 T = TypeVar("T")
 
@@ -103,7 +104,12 @@ class Inner(ABC):
             shift: moves θ itself (start and centre) by this much, `(rows, ...)`; in a bilevel
                 problem x.
         """
-        solution = solver.solve(self.oracle(list(offsets), nudge, force, shift), start)
+        oracle, rates = self.oracle(list(offsets), nudge, force, shift), self.problem.rates
+        if rates is None:
+            solution = solver.solve(oracle, start)
+        else:
+            assert start is None
+            solution = solve_rated(solver, oracle, rates)
         self.verify(solution, offsets)
         return solution
 

@@ -19,10 +19,12 @@ class Estimator(ABC):
         repeats_itself: whether every call launches the same kernels and never waits for the device.
         needs_stiffness: whether λ must be positive: without it the inner problem need not have one
             solution, but K steps have an end all the same.
+        learns_rates: whether it has a gradient for learned inner rates.
     """
 
     repeats_itself = False
     needs_stiffness = True
+    learns_rates = False
 
     @property
     def engines(self) -> tuple[str, ...]:

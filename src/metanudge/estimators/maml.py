@@ -16,9 +16,9 @@ from metanudge.names import near
 from metanudge.params import norm
 from metanudge.problem import TwoLevels
 from metanudge.solvers import TorchOptimizer
-from metanudge.solvers.adjoint import LinearUpdate, Update
-from metanudge.solvers.base import LinearSolver, Oracle, Solver, check_positive
-from metanudge.solvers.optimizer_update import OptimizerUpdate, rule_of
+from metanudge.solvers.base import LinearSolver, Solver, check_positive
+from metanudge.solvers.optimizer_update import rule_of
+from metanudge.solvers.rated import update_of
 from metanudge.solvers.trajectory import Keep
 
 How = Literal["auto", "unrolled", "autograd", "difference"]
@@ -27,7 +27,7 @@ How = Literal["auto", "unrolled", "autograd", "difference"]
 @dataclass(frozen=True)
 class MAML(Estimator):
     """g_i = d f_i(φ_K(θ)) / dθ, exact for the algorithm that is run; the same for a learned
-    stiffness and shared layers.
+    stiffness, learned inner rates and shared layers.
 
     Args:
         truncate: differentiate through the last so many steps only and treat the Jacobian of the
@@ -37,8 +37,8 @@ class MAML(Estimator):
             v − α(H v + λv) for gradient descent: `"autograd"` has H v from one double backward,
             exact like the first; `"difference"` from two plain gradients, [∇f̂(φ + εv) − ∇f̂(φ −
             εv)]/2ε, so that nothing is differentiated twice. `"auto"` is unrolled on the stacked
-            engine; in place it is autograd, or differences where the model cannot be
-            differentiated twice or a double backward does not fit into memory.
+            engine; in place, and for learned rates, it is autograd, or differences where the model
+            cannot be differentiated twice or a double backward does not fit into memory.
         epsilon: ‖εv‖ of a difference, as a multiple of 1 + ‖φ‖. `"auto"`, the default with
             differences: from the precision of the gradients (`metanudge.engines.precision`) and,
             where a learner trains, chosen on a few tasks as `FOBMAML(nu="auto")` chooses ν, with an
@@ -51,8 +51,9 @@ class MAML(Estimator):
     Hessian-vector products in the backward pass; memory grows with every differentiated step. With
     autograd products K more support gradients, and the graph of one step at a time; with
     differences 3K support gradients and one query gradient, and the memory of one gradient. Also
-    K displacements are kept (`trajectory`), with Adam K gradients and twice K moments, too. Needs
-    `GradientDescent` or `Nesterov`, or one step at a time `TorchOptimizer` with SGD, Adam or AdamW.
+    K displacements are kept (`trajectory`), with learned rates K gradients, too, with Adam also
+    twice K moments. Needs `GradientDescent` or `Nesterov`, or one step at a time `TorchOptimizer`
+    with SGD, Adam or AdamW.
     """
 
     truncate: int | None = None
@@ -61,6 +62,7 @@ class MAML(Estimator):
     trajectory: Keep = "auto"
     repeats_itself = True
     needs_stiffness = False
+    learns_rates = True
 
     def __post_init__(self) -> None:
         if self.truncate is not None and (isinstance(self.truncate, bool) or self.truncate < 0):
@@ -115,7 +117,12 @@ class MAML(Estimator):
             )
 
     def check_problem(self, problem: TwoLevels) -> None:
-        """λ acts through the steps alone."""
+        """λ and learned rates act through the steps alone."""
+        if problem.rates is not None and (self.truncate == 0 or self.products == "unrolled"):
+            raise ValueError(
+                "Inner rates (learn_lr) are learned from steps taken back one at a time, but"
+                f" {self!r} takes none. Leave truncate=0 and products='unrolled' out."
+            )
         if self.truncate == 0:
             refuse_stiffness(
                 self,
@@ -148,24 +155,17 @@ class MAML(Estimator):
             total.add(g, 1.0)
             return
         oracle = inner.oracle([0.0], None, None, None)
-        update = _update_of(solver, oracle)
+        update = update_of(solver, oracle, inner.problem.rates)
         products, last = self._products(inner), self._last(solver)
         there_and_back(total, inner, oracle, update, products, last=last, keep=self.trajectory)
         total.products = products.name
 
     def _unrolls(self, inner: Inner, solver: Solver) -> bool:
         auto = self.products == "auto" and inner.unrolls and isinstance(solver, LinearSolver)
-        return self.products == "unrolled" or auto
+        return self.products == "unrolled" or (auto and inner.problem.rates is None)
 
     def _products(self, inner: Inner) -> Products:
         epsilon = usual_epsilon(inner.problem) if self.epsilon == "auto" else self.epsilon
         if self.products == "auto":
             return Either(epsilon)
         return Difference(epsilon) if self.products == "difference" else Autograd()
-
-
-def _update_of(solver: Solver, oracle: Oracle) -> Update:
-    if isinstance(solver, TorchOptimizer):
-        return OptimizerUpdate(solver)
-    assert isinstance(solver, LinearSolver)
-    return LinearUpdate(solver, oracle)

@@ -8,7 +8,8 @@ gradient descent with v = ∇f(φ_K) that is
     v ← v − α (H_k v + λ v),    k = K−1, …, 0;    θ gets v_0 + αλ Σ_k v_k.
 
 All else that is learned falls out of the same w_k: ∂g_k/∂h · w_k for h = log λ, for shared layers
-and for the centre of any other proximal term.
+and for the centre of any other proximal term. Learned rates are part of the steps themselves, and
+so of their own products.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ def there_and_back(
     adjoint = update.pull_back_result(q)
     del q
     for step, point in way.backwards():
-        before, w, factor = update.pull_back(step, point, adjoint)
+        back = update.pull_back(step, point, adjoint)
+        before, w, factor = back.before, back.by_gradient, back.factor
+        if update.rates is not None:
+            update.rates.accumulate(total.gradient, step, back.by_rate, 1 / total.num_tasks)
+        del back
         hw = products(inner, point.d, w, step, update.batch_size)
         by_shared = {n: hw.pop(n) for n in problem.shared}
         quantity = f"Hessian product of inner step {step}, on the way back,"

@@ -54,6 +54,12 @@ def check(
     """Raise where problem, tasks, solver, estimator and engine do not go together."""
     estimator.check(solver)
     estimator.check_problem(problem)
+    if problem.rates is not None and not estimator.learns_rates:
+        raise ValueError(
+            f"{type(estimator).__name__} has no gradient for the inner learning rates (learn_lr):"
+            " they act through the steps, which only MAML differentiates. Use MAML(), first-order"
+            ' in the model with MAML(products="difference"), or leave learn_lr out.'
+        )
     if engine.name not in estimator.engines:
         raise ValueError(
             f"{type(estimator).__name__} runs on {' and '.join(estimator.engines)}, not on"
@@ -108,6 +114,8 @@ def meta_gradient(
 
 def advice_on(problem: Problem, solver: Solver) -> str:
     """What to change where the inner steps diverge; waits for the device."""
+    if problem.rates is not None:
+        return "learn the inner rates more slowly, or start them at a smaller lr in the solver"
     lam = (
         max(float(leaf.max()) for leaf in problem.lam.values())
         if isinstance(problem.proximal, Diagonal)

@@ -61,7 +61,7 @@ class LogStiffness(nn.Module):
                 )
             like = value if per == "tensor" else parameters[name]
             rho = torch.ones_like(like, dtype=value.dtype) * value.log()
-            _register(self, name, nn.Parameter(rho))
+            register(self, name, nn.Parameter(rho))
 
 
 class Learned(Diagonal):
@@ -133,7 +133,7 @@ def _keys(log_lam: LogStiffness, parameters: Mapping[str, Tensor]) -> dict[str, 
     return {name: f"log_lam.{name}" for name in parameters}
 
 
-def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Put a parameter under its dotted name, so that `state_dict` spells it like the model's."""
     *path, last = name.split(".")
     for part in path:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from metanudge.params import Params
+from metanudge.rates import Rates
 from metanudge.solvers.base import LinearSolver, Oracle
 from metanudge.solvers.gradient_descent import GradientDescent
+from metanudge.solvers.nesterov import Nesterov
 
 Memory = tuple[Params, ...]
 """What a solver remembers between two steps: nothing, or one or more tensors for each parameter."""
@@ -46,6 +48,22 @@ class Adjoint:
     memory: Memory
 
 
+@dataclass(frozen=True)
+class PulledBack:
+    """Derivatives by all that a step is made of. They may share tensors.
+
+    Attributes:
+        before: by its beginning, the gradient held fixed.
+        by_gradient: by the gradient, to be multiplied by `factor`.
+        by_rate: by the learning rates, summed over rows, where these are learned.
+    """
+
+    before: Adjoint
+    by_gradient: Params
+    factor: float = 1.0
+    by_rate: Params = field(default_factory=dict)
+
+
 class Update(ABC):
     """The steps of a solver of fixed length, as they run on one oracle.
 
@@ -53,11 +71,13 @@ class Update(ABC):
         steps: how many there are.
         batch_size: support examples per step; None for all of them.
         needs_gradient: whether the derivative of a step depends on where it is taken.
+        rates: in place of the solver's learning rate, where they are learned.
     """
 
     steps: int
     batch_size: int | None
     needs_gradient: bool
+    rates: Rates | None
 
     @abstractmethod
     def begin(self, d: Params) -> Memory:
@@ -76,10 +96,8 @@ class Update(ABC):
         """What a derivative `v` by the solution is by what the last step left behind."""
 
     @abstractmethod
-    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params, float]:
-        """What derivatives by the end of a step are by its beginning, the gradient held fixed; and
-        by the gradient, as a factor and what it multiplies. They may share tensors.
-        """
+    def pull_back(self, step: int, point: Point, after: Adjoint) -> PulledBack:
+        """What derivatives by the end of a step are by what it was made of."""
 
 
 class LinearUpdate(Update):
@@ -90,13 +108,14 @@ class LinearUpdate(Update):
             is made from a μ that is learned; else None.
     """
 
-    def __init__(self, solver: LinearSolver, oracle: Oracle) -> None:
+    def __init__(self, solver: LinearSolver, oracle: Oracle, rates: Rates | None = None) -> None:
         self._solver = solver
         self._mu = oracle.strong_convexity
-        self.steps, self.batch_size = solver.steps, solver.batch_size
-        remembers = bool(solver.memory({"": torch.zeros(1)}))
-        # Of a linear step only the derivative by its coefficients depends on the place.
-        self.needs_gradient = isinstance(self._mu, Tensor) and remembers
+        self.steps, self.batch_size, self.rates = solver.steps, solver.batch_size, rates
+        self._remembers = bool(solver.memory({"": torch.zeros(1)}))
+        # Of a linear step only the derivatives by its coefficients depend on the place.
+        self._learns_mu = isinstance(self._mu, Tensor) and self._remembers
+        self.needs_gradient = self._learns_mu or rates is not None
         self.by_strong_convexity: Tensor | None = None
 
     def begin(self, d: Params) -> Memory:
@@ -106,9 +125,13 @@ class LinearUpdate(Update):
 
     def advance(self, step: int, d: Params, g: Params, memory: Memory) -> tuple[Params, Memory]:
         """The solver's own step, on copies."""
+        if self.rates is not None:
+            g = {n: self._scaled(leaf, self.rates.of(n, step, leaf)) for n, leaf in g.items()}
+        elif self.needs_gradient:
+            g = copied(g)
         new, remembered = self._solver.update(
             copied(d),
-            copied(g) if self.needs_gradient else g,
+            g,
             copied(memory[0]) if memory else {},
             mu=self._mu,
             inplace=True,
@@ -127,39 +150,52 @@ class LinearUpdate(Update):
             by_d[name], by_memory[name] = pulled_back(
                 lambda d, m: (self._solver.result({"": d}, {"": m})[""],), [still, still], [leaf]
             )
-        return Adjoint(by_d, (by_memory,) if self.begin({"": torch.zeros(1)}) else ())
+        return Adjoint(by_d, (by_memory,) if self._remembers else ())
 
-    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params, float]:
+    def pull_back(self, step: int, point: Point, after: Adjoint) -> PulledBack:
         """By autograd through the solver's own step; of gradient descent it is v and −α v."""
-        if isinstance(self._solver, GradientDescent):
-            return after, after.d, -self._solver.lr
-        by_d, by_g, by_memory = {}, {}, {}
+        if isinstance(self._solver, GradientDescent) and self.rates is None:
+            return PulledBack(after, after.d, -self._solver.lr)
+        by_d, by_g, by_memory, by_rate = {}, {}, {}, {}
         for name, d in point.d.items():
             # a linear step has the same derivative everywhere
-            g = d if point.g is None else point.g[name]
-            leaves = [d, g, *(remembered[name] for remembered in point.memory)]
+            leaves = [d, d if point.g is None else point.g[name]]
+            leaves += [remembered[name] for remembered in point.memory]
+            if self.rates is not None:
+                leaves.append(self.rates.of(name, step, d))
             ends = [after.d[name], *(remembered[name] for remembered in after.memory)]
             by_d[name], by_g[name], *rest = self._pull_back_leaf(leaves, ends)
+            if self.rates is not None:
+                by_rate[name] = rest.pop()
             if rest:
                 (by_memory[name],) = rest
-        return Adjoint(by_d, (by_memory,) if by_memory else ()), by_g, 1.0
+        before = Adjoint(by_d, (by_memory,) if by_memory else ())
+        return PulledBack(before, by_g, by_rate=by_rate)
 
     def _pull_back_leaf(self, leaves: list[Tensor], ends: list[Tensor]) -> Sequence[Tensor]:
-        def step(d: Tensor, g: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            memory, mu = ({"": rest[0]} if remembers else {}), self._mu
-            if self.needs_gradient:
-                mu = rest[-1]
+        def step(d: Tensor, g: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+            rest = list(more)
+            mu = rest.pop() if self._learns_mu else self._mu
+            if self.rates is not None:
+                g = self._scaled(g, rest.pop())
+            memory = {"": rest[0]} if rest else {}
             new, remembered = self._solver.update({"": d}, {"": g}, memory, mu=mu, inplace=False)
-            return (new[""], remembered[""]) if remembers else (new[""],)
+            return (new[""], remembered[""]) if rest else (new[""],)
 
-        remembers = len(leaves) > 2
-        if not self.needs_gradient:
+        if not self._learns_mu:
             return pulled_back(step, leaves, ends)
         assert isinstance(self._mu, Tensor)
         *found, by_mu = pulled_back(step, [*leaves, self._mu], ends)
         before = self.by_strong_convexity
         self.by_strong_convexity = by_mu if before is None else before + by_mu
         return found
+
+    def _scaled(self, g: Tensor, rate: Tensor) -> Tensor:
+        """A gradient with which the solver's own learning rate α makes the step of another: α
+        stands before gradients alone.
+        """
+        assert isinstance(self._solver, GradientDescent | Nesterov)
+        return g * (rate / self._solver.lr)
 
 
 def pulled_back(

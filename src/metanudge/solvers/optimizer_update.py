@@ -5,14 +5,17 @@ be differentiated: what `TorchOptimizer` does with torch's own, foreach, fused o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from metanudge.params import Params, per_row, zeros_like
-from metanudge.solvers.adjoint import Adjoint, Memory, Point, Update, pulled_back
+from metanudge.rates import Rates
+from metanudge.solvers.adjoint import Adjoint, Memory, Point, PulledBack, Update, pulled_back
 from metanudge.solvers.torch_optimizer import TorchOptimizer
 
 # In units of the gradient's precision and its largest entry: what sums leave where a gradient is
@@ -25,9 +28,11 @@ class Rule(ABC):
     """How an optimizer moves one entry.
 
     Attributes:
+        lr: its learning rate.
         linear: whether it does the same to all gradients.
     """
 
+    lr: float
     linear: bool
 
     @property
@@ -37,9 +42,15 @@ class Rule(ABC):
 
     @abstractmethod
     def move(
-        self, step: int, d: Tensor, g: Tensor, *memory: Tensor, floor: Tensor | None = None
+        self,
+        step: int,
+        lr: float | Tensor,
+        d: Tensor,
+        g: Tensor,
+        *memory: Tensor,
+        floor: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """The new d and memory after step `step` (from 0).
+        """The new d and memory after step `step` (from 0), with another learning rate perhaps.
 
         With `floor` only for its derivative: where the optimizer divides by less than this, the
         step counts as constant.
@@ -63,16 +74,22 @@ class Momentum(Rule):
         return 1 if self.momentum else 0
 
     def move(
-        self, step: int, d: Tensor, g: Tensor, *memory: Tensor, floor: Tensor | None = None
+        self,
+        step: int,
+        lr: float | Tensor,
+        d: Tensor,
+        g: Tensor,
+        *memory: Tensor,
+        floor: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """b ← βb + (1 − τ)g, in the first step g;  d ← d − αb."""
         if self.weight_decay:
             g = torch.add(g, d, alpha=self.weight_decay)
         if not memory:
-            return (torch.add(d, g, alpha=-self.lr),)
+            return (_down(d, g, lr),)
         buffer = torch.add(memory[0] * self.momentum, g, alpha=1 - self.dampening) if step else g
         along = torch.add(g, buffer, alpha=self.momentum) if self.nesterov else buffer
-        return torch.add(d, along, alpha=-self.lr), buffer
+        return _down(d, along, lr), buffer
 
 
 @dataclass(frozen=True)
@@ -97,33 +114,46 @@ class Adaptive(Rule):
         return 2
 
     def move(
-        self, step: int, d: Tensor, g: Tensor, *memory: Tensor, floor: Tensor | None = None
+        self,
+        step: int,
+        lr: float | Tensor,
+        d: Tensor,
+        g: Tensor,
+        *memory: Tensor,
+        floor: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """m ← β₁m + (1 − β₁)g,  v ← β₂v + (1 − β₂)g²,  d ← d − α m̂/(√v̂ + eps)."""
         first, second = (1 - beta ** (step + 1) for beta in self.betas)
         if self.weight_decay and self.decoupled:
-            d = d * (1 - self.lr * self.weight_decay)
+            d = d * (1 - lr * self.weight_decay)
         elif self.weight_decay:
             g = torch.add(g, d, alpha=self.weight_decay)
         m = torch.lerp(memory[0], g, 1 - self.betas[0])
         v = torch.addcmul(memory[1] * self.betas[1], g, g, value=1 - self.betas[1])
         if floor is None:
-            return torch.addcdiv(d, m, self._root(v, second), value=-self.lr / first), m, v
+            return _down(d, m / self._root(v, second), lr / first), m, v
         counts = v > second * floor * floor
         root = self._root(torch.where(counts, v, torch.ones_like(v)), second)
-        return d - torch.where(counts, m / root, torch.zeros_like(m)) * (self.lr / first), m, v
+        return _down(d, torch.where(counts, m / root, torch.zeros_like(m)), lr / first), m, v
 
     def _root(self, v: Tensor, correction: float) -> Tensor:
         return v.sqrt() / correction**0.5 + self.eps
 
 
+def _down(d: Tensor, along: Tensor, lr: float | Tensor) -> Tensor:
+    """d − lr · along."""
+    if isinstance(lr, Tensor):
+        return torch.addcmul(d, along, lr, value=-1)
+    return torch.add(d, along, alpha=-lr)
+
+
 class OptimizerUpdate(Update):
     """The steps of a `TorchOptimizer`."""
 
-    def __init__(self, solver: TorchOptimizer) -> None:
+    def __init__(self, solver: TorchOptimizer, rates: Rates | None = None) -> None:
         self._rule = rule_of(solver)
-        self.steps, self.batch_size = solver.steps, solver.batch_size
-        self.needs_gradient = not self._rule.linear
+        self.steps, self.batch_size, self.rates = solver.steps, solver.batch_size, rates
+        self.needs_gradient = not self._rule.linear or rates is not None
 
     def begin(self, d: Params) -> Memory:
         """Zeros."""
@@ -133,7 +163,9 @@ class OptimizerUpdate(Update):
         """Entry by entry."""
         with torch.no_grad():
             moved = {
-                n: self._rule.move(step, leaf, g[n], *(part[n] for part in memory))
+                n: self._rule.move(
+                    step, self._rate(n, step, leaf), leaf, g[n], *(part[n] for part in memory)
+                )
                 for n, leaf in d.items()
             }
         new, *remembered = (
@@ -149,22 +181,30 @@ class OptimizerUpdate(Update):
         """All by d."""
         return Adjoint(v, tuple(zeros_like(v) for _ in range(self._rule.remembers)))
 
-    def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params, float]:
+    def pull_back(self, step: int, point: Point, after: Adjoint) -> PulledBack:
         """By autograd through the step, entry by entry."""
-        floor = None if point.g is None else _rounding_of(point.g)
-        found = {}
+        floor = None if self._rule.linear or point.g is None else _rounding_of(point.g)
+        found: dict[str, Sequence[Tensor]] = {}
+        by_rate: Params = {}
         for name, d in point.d.items():
             g = d if point.g is None else point.g[name]
-            least = None if floor is None else per_row(floor, d)
-            found[name] = pulled_back(
-                lambda *leaves, least=least: self._rule.move(step, *leaves, floor=least),
-                [d, g, *(part[name] for part in point.memory)],
-                [after.d[name], *(part[name] for part in after.memory)],
+            move = partial(
+                self._rule.move, step, floor=None if floor is None else per_row(floor, d)
             )
+            leaves = [d, g, *(part[name] for part in point.memory)]
+            ends = [after.d[name], *(part[name] for part in after.memory)]
+            rate = self._rate(name, step, d)
+            if isinstance(rate, Tensor):
+                by_rate[name], *found[name] = pulled_back(move, [rate, *leaves], ends)
+            else:
+                found[name] = pulled_back(partial(move, rate), leaves, ends)
         by_d, by_g, *by_memory = (
             {n: ends[i] for n, ends in found.items()} for i in range(2 + len(point.memory))
         )
-        return Adjoint(by_d, tuple(by_memory)), by_g, 1.0
+        return PulledBack(Adjoint(by_d, tuple(by_memory)), by_g, by_rate=by_rate)
+
+    def _rate(self, name: str, step: int, like: Tensor) -> float | Tensor:
+        return self._rule.lr if self.rates is None else self.rates.of(name, step, like)
 
 
 def _rounding_of(g: Params) -> Tensor:
