@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,100 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import metanudge as mn
+from adaptations import LAM, ON_ENGINES, ON_SOLVERS, SOLVERS, assert_same, wanted
 from problems import Setup, mlp, relative_error
-from walks import EXACT, LR, OPTIMIZERS, PRODUCTS, Inside, Parameters, loss_at, solver_of
+from walks import EXACT, LR, PRODUCTS, Parameters, loss_at
 
-LAM = 1.5
-SOLVERS: dict[str, Callable[[int], Any]] = {
-    "GD": lambda steps: mn.GradientDescent(LR, steps),
-    "Nesterov": lambda steps: mn.Nesterov(LR, steps, momentum=0.5),
-    **{n: lambda steps, n=n: solver_of(n, steps) for n in ("momentum", "Adam", "AdamW")},
-}
 FORMS = ["scalar", "tensor", "parameter", "step"]
 ON_FORMS = pytest.mark.parametrize("per", FORMS)
 ON_SIGNS = pytest.mark.parametrize("positive", [True, False], ids=["positive", "signed"])
-ON_ENGINES = pytest.mark.parametrize("engine", ["inplace", "stacked"])
-ON_SOLVERS = pytest.mark.parametrize("solver", SOLVERS)
-
-
-class Walk:
-    """The steps of one of the solvers on displacements."""
-
-    def __init__(self, solver: Any, beta: Any) -> None:
-        self.solver, self.beta = solver, beta
-        self.x: Parameters | None = None
-        if isinstance(solver, mn.TorchOptimizer):
-            known = {(kind, str(options)): name for name, (kind, options) in OPTIMIZERS.items()}
-            self.inside = Inside(known[solver.optimizer, str(solver.options)])
-
-    def step(self, d: Parameters, g: Parameters, rates: Parameters) -> Parameters:
-        if isinstance(self.solver, mn.TorchOptimizer):
-            return self.inside.step(d, g, rates)
-        new = {n: leaf - rates[n] * g[n] for n, leaf in d.items()}
-        if isinstance(self.solver, mn.GradientDescent):
-            return new
-        before, self.x = (d if self.x is None else self.x), new
-        return {n: leaf + self.beta * (leaf - before[n]) for n, leaf in new.items()}
-
-    def result(self, d: Parameters) -> Parameters:
-        return d if self.x is None else self.x
-
-    def forget(self, d: Parameters) -> Parameters:
-        """All that was made so far as constants."""
-        if isinstance(self.solver, mn.TorchOptimizer):
-            state = self.inside.state.items()
-            self.inside.state = {n: [part.detach() for part in parts] for n, parts in state}
-        return {n: leaf.detach() for n, leaf in d.items()}
-
-
-def rate_in(learner: mn.MetaLearner, h: Parameters, name: str, step: int) -> Tensor:
-    """r of a parameter in a step, from leaves that are named as the learner's."""
-    what = learner.learn_lr
-    prefix = "log_lr" if what.positive else "lr"
-    kept = h[f"{prefix}.{'all' if what.per == 'scalar' else name}"]
-    if what.per == "step":
-        kept = kept[min(step, len(kept) - 1)]
-    return kept.exp() if what.positive else kept
-
-
-def wanted(
-    setup: Setup,
-    learner: mn.MetaLearner,
-    *,
-    steps: int | None = None,
-    truncate: int | None = None,
-    beta: Callable[[Parameters], Any] = lambda h: 0.5,
-) -> tuple[Parameters, Parameters]:
-    """The mean over the tasks of d f(φ_K)/dh by all that the learner learns; and φ_K of the last
-    task.
-    """
-    total: Parameters = {}
-    steps = learner.solver.steps if steps is None else steps
-    names = list(learner.problem().parameters)
-    for task in setup.tasks:
-        h = {n.removeprefix("model."): p for n, p in learner.named_parameters()}
-        h = {n: p.detach().clone().requires_grad_() for n, p in h.items()}
-        shared = {n: h[n] for n, _ in setup.model.named_parameters() if n not in names}
-        d = {n: torch.zeros_like(h[n]) for n in names}
-        walk = Walk(learner.solver, beta(h))
-        for step in range(steps):
-            if truncate is not None and step == steps - truncate:
-                d = walk.forget(d)
-            phi = {n: h[n] + leaf for n, leaf in d.items()}
-            g = torch.autograd.grad(
-                loss_at(setup, {**phi, **shared}, task.support),
-                list(phi.values()),
-                create_graph=True,
-            )
-            lam = {n: h[f"log_lam.{n}"].exp() if learner.learn_lam else LAM for n in names}
-            whole = {n: leaf + lam[n] * d[n] for n, leaf in zip(names, g, strict=True)}
-            d = walk.step(d, whole, {n: rate_in(learner, h, n, step) for n in names})
-        phi = {n: h[n] + leaf for n, leaf in walk.result(d).items()}
-        outer = loss_at(setup, {**phi, **shared}, task.query)
-        found = torch.autograd.grad(outer, list(h.values()), materialize_grads=True)
-        for name, leaf in zip(h, found, strict=True):
-            total[name] = total.get(name, 0) + leaf / len(setup.tasks)
-    return total, {n: leaf.detach() for n, leaf in phi.items()}
 
 
 def learner_for(setup: Setup, solver: Any, what: mn.InnerRates, **options: Any) -> mn.MetaLearner:
@@ -118,16 +30,6 @@ def learner_for(setup: Setup, solver: Any, what: mn.InnerRates, **options: Any) 
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
             p.copy_(p + 0.3 * noise if what.positive else p * (0.3 + noise))
     return learner
-
-
-def assert_same(gradient: Parameters, right: Parameters, tolerance: float) -> None:
-    """Each kind by itself: rates, stiffness, the model's."""
-    assert gradient.keys() == right.keys()
-    for kind in ("log_lr.", "lr.", "log_lam.", ""):
-        names = [n for n in right if n.startswith(kind)]
-        if names:
-            parts = ({n: part[n] for n in names} for part in (gradient, right))
-            assert relative_error(*parts) < tolerance, kind
 
 
 @ON_FORMS

@@ -72,17 +72,22 @@ def add_response(
 
 
 def query_gradient(
-    total: MetaGradient | None, inner: Inner, d: Params, *, direct: bool = True
+    total: MetaGradient | None,
+    inner: Inner,
+    d: Params,
+    *,
+    direct: bool = True,
+    weight: float = 1.0,
 ) -> Params:
     """∇f(θ + d) by the parameters that adapt, of which `total` takes note; by the shared ones it is
-    the direct term, which `total` gets from the same evaluation.
+    the direct term, which `total` gets from the same evaluation, times a weight.
     """
     if total is None:
         return inner.query_gradient(d)
     shared = inner.problem.shared if direct else {}
     g = inner.query_gradient(d, shared=bool(shared))
     if shared:
-        total.add({n: g.pop(n) for n in shared}, 1.0)
+        total.add({n: g.pop(n) for n in shared}, weight)
     total.check(inner.places, "query gradient", norm(g))
     return g
 

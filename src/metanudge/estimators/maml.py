@@ -4,6 +4,8 @@ Levine 2017).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -37,8 +39,9 @@ class MAML(Estimator):
             v − α(H v + λv) for gradient descent: `"autograd"` has H v from one double backward,
             exact like the first; `"difference"` from two plain gradients, [∇f̂(φ + εv) − ∇f̂(φ −
             εv)]/2ε, so that nothing is differentiated twice. `"auto"` is unrolled on the stacked
-            engine; in place, and for learned rates, it is autograd, or differences where the model
-            cannot be differentiated twice or a double backward does not fit into memory.
+            engine; in place, for learned rates and for step weights it is autograd, or differences
+            where the model cannot be differentiated twice or a double backward does not fit into
+            memory.
         epsilon: ‖εv‖ of a difference, as a multiple of 1 + ‖φ‖. `"auto"`, the default with
             differences: from the precision of the gradients (`metanudge.engines.precision`) and,
             where a learner trains, chosen on a few tasks as `FOBMAML(nu="auto")` chooses ν, with an
@@ -46,11 +49,15 @@ class MAML(Estimator):
         trajectory: where φ_0 … φ_{K−1} are kept for the way back: on the `"device"`, on the
             `"host"`, or `"recompute"`, every √K-th of them, from which the steps between are taken
             once more. `"auto"`: on the device, or on the host where that is too small.
+        step_weights: of the query losses after step 1, …, K, whose weighted sum is the meta-loss
+            (multi-step loss of MAML++, Antoniou et al. 2019); default: the last one alone. To
+            anneal them give the learner another `MAML`. The statistics stay those of φ_K.
 
     Cost per task: unrolled, K support gradients with their graph kept, one query gradient, K
     Hessian-vector products in the backward pass; memory grows with every differentiated step. With
     autograd products K more support gradients, and the graph of one step at a time; with
-    differences 3K support gradients and one query gradient, and the memory of one gradient. Also
+    differences 3K support gradients and one query gradient, and the memory of one gradient. Step
+    weights cost a query gradient for each that is not 0. Also
     K displacements are kept (`trajectory`), with learned rates K gradients, too, with Adam also
     twice K moments. Needs `GradientDescent` or `Nesterov`, or one step at a time `TorchOptimizer`
     with SGD, Adam or AdamW.
@@ -60,6 +67,7 @@ class MAML(Estimator):
     products: How = "auto"
     epsilon: float | Literal["auto"] = "auto"
     trajectory: Keep = "auto"
+    step_weights: tuple[float, ...] | None = None
     repeats_itself = True
     needs_stiffness = False
     learns_rates = True
@@ -83,6 +91,13 @@ class MAML(Estimator):
             check_positive(
                 self.epsilon, "epsilon", "It is relative to the parameters' norm; or 'auto'."
             )
+        if self.step_weights is not None:
+            object.__setattr__(self, "step_weights", _checked(self.step_weights))
+            if self.products == "unrolled":
+                raise ValueError(
+                    "step_weights weighs the query losses of steps taken back one at a time, but"
+                    " products='unrolled' takes all at once. Leave products out."
+                )
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -115,6 +130,23 @@ class MAML(Estimator):
                 f"MAML needs a fixed number of steps, but the solver has tol={solver.tol!r}. Leave"
                 " tol out."
             )
+        if self.step_weights is not None:
+            self._check_weights(solver.steps, self._last(solver))
+
+    def _check_weights(self, steps: int, last: int) -> None:
+        assert self.step_weights is not None
+        if len(self.step_weights) != steps:
+            raise ValueError(
+                f"step_weights has {len(self.step_weights)} weights, but the solver takes {steps}"
+                " steps. Give one for each step."
+            )
+        early = next((k for k, w in enumerate(self.step_weights, 1) if w), steps)
+        if early < steps - last:
+            raise ValueError(
+                f"step_weights weighs the loss after step {early}, but with"
+                f" truncate={self.truncate} only the last {last} of {steps} steps are kept. Leave"
+                " truncate out, or give earlier steps weight 0."
+            )
 
     def check_problem(self, problem: TwoLevels) -> None:
         """λ and learned rates act through the steps alone."""
@@ -135,7 +167,11 @@ class MAML(Estimator):
         if self.products == "difference":
             return 0
         at_once = self._last(solver)
-        whole = self.products != "autograd" and isinstance(solver, LinearSolver)
+        whole = (
+            self.products != "autograd"
+            and self.step_weights is None
+            and isinstance(solver, LinearSolver)
+        )
         return at_once if whole else min(1, at_once)
 
     def _last(self, solver: Solver) -> int:
@@ -157,15 +193,39 @@ class MAML(Estimator):
         oracle = inner.oracle([0.0], None, None, None)
         update = update_of(solver, oracle, inner.problem.rates)
         products, last = self._products(inner), self._last(solver)
-        there_and_back(total, inner, oracle, update, products, last=last, keep=self.trajectory)
+        there_and_back(
+            total,
+            inner,
+            oracle,
+            update,
+            products,
+            last=last,
+            keep=self.trajectory,
+            weights=self.step_weights,
+        )
         total.products = products.name
 
     def _unrolls(self, inner: Inner, solver: Solver) -> bool:
         auto = self.products == "auto" and inner.unrolls and isinstance(solver, LinearSolver)
-        return self.products == "unrolled" or (auto and inner.problem.rates is None)
+        at_once = inner.problem.rates is None and self.step_weights is None
+        return self.products == "unrolled" or (auto and at_once)
 
     def _products(self, inner: Inner) -> Products:
         epsilon = usual_epsilon(inner.problem) if self.epsilon == "auto" else self.epsilon
         if self.products == "auto":
             return Either(epsilon)
         return Difference(epsilon) if self.products == "difference" else Autograd()
+
+
+def _checked(weights: Sequence[float]) -> tuple[float, ...]:
+    """Finite numbers, and the last one not 0: it would be a solver of fewer steps."""
+    try:
+        numbers = tuple(float(weight) for weight in weights)
+    except (TypeError, ValueError):
+        numbers = ()
+    if not numbers or not all(map(math.isfinite, numbers)) or numbers[-1] == 0:
+        raise ValueError(
+            f"step_weights must be finite numbers, one for each inner step, and the last one not 0;"
+            f" got {weights!r}. Write e.g. step_weights=(0.1, 0.2, 0.7) for 3 steps."
+        )
+    return numbers

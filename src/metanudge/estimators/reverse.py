@@ -7,12 +7,16 @@ gradient descent with v = ∇f(φ_K) that is
 
     v ← v − α (H_k v + λ v),    k = K−1, …, 0;    θ gets v_0 + αλ Σ_k v_k.
 
+With L = Σ_k w_k f(φ_k) the others' w_k ∇f(φ_k) join v where φ_k is passed.
+
 All else that is learned falls out of the same w_k: ∂g_k/∂h · w_k for h = log λ, for shared layers
 and for the centre of any other proximal term. Learned rates are part of the steps themselves, and
 so of their own products.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -35,21 +39,23 @@ def there_and_back(
     *,
     last: int,
     keep: Keep,
+    weights: Sequence[float] | None = None,
 ) -> None:
     """Solve, and add d f(φ_K(h)) / dh by all meta-parameters h through the last so many steps;
-    displacements before them count as constants.
+    displacements before them count as constants. With weights of φ_1, …, φ_K the same for Σ_k w_k
+    f(φ_k); those before the first kept φ are left out.
 
-    Cost: `steps` support gradients, one query gradient, and a product for each of the last steps.
+    Cost: `steps` support gradients, one query gradient for each weight that is not zero, and a
+    product for each of the last steps.
     Memory: besides one gradient or product θ, the meta-gradient, the derivative that walks back and
     what `keep` keeps; one copy more where the update remembers something.
     """
     problem = inner.problem
+    weights = [0.0] * (update.steps - 1) + [1.0] if weights is None else weights
     solution, way = solve(update, oracle, last=last, keep=keep)
     total.record_solution(inner, solution)
-    q = query_gradient(total, inner, solution.displacement)
+    q = _query_part(total, inner, solution.displacement, weights[-1])
     del solution
-    if problem.learns_theta:
-        total.add(q, 1.0)
     adjoint = update.pull_back_result(q)
     del q
     for step, point in way.backwards():
@@ -71,8 +77,19 @@ def there_and_back(
             torch.add(before.d[name], leaf, alpha=factor, out=leaf)
         adjoint = Adjoint(hw, before.memory)
         del before, w, hw, by_shared  # or they would still be alive during the next product
+        if step and weights[step - 1]:
+            d = update.result(point.d, point.memory)
+            adjoint += update.pull_back_result(_query_part(total, inner, d, weights[step - 1]))
     if isinstance(update, LinearUpdate) and update.by_strong_convexity is not None:
         _add_momentum(total, inner, update.by_strong_convexity)
+
+
+def _query_part(total: MetaGradient, inner: Inner, d: Params, weight: float) -> Params:
+    """w ∇f(θ + d), of which θ and shared layers get theirs."""
+    q = query_gradient(total, inner, d, weight=weight)
+    if inner.problem.learns_theta:
+        total.add(q, weight)
+    return q if weight == 1.0 else {n: leaf * weight for n, leaf in q.items()}
 
 
 def _through_the_term(

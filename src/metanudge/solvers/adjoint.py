@@ -47,6 +47,14 @@ class Adjoint:
     d: Params
     memory: Memory
 
+    def __add__(self, other: Adjoint) -> Adjoint:
+        """Of the sum of two losses."""
+        mine, others = (self.d, *self.memory), (other.d, *other.memory)
+        d, *memory = (
+            {n: leaf + b[n] for n, leaf in a.items()} for a, b in zip(mine, others, strict=True)
+        )
+        return Adjoint(d, tuple(memory))
+
 
 @dataclass(frozen=True)
 class PulledBack:
