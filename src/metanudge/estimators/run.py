@@ -7,7 +7,7 @@ from functools import partial
 
 from metanudge.engines import Engine
 from metanudge.engines.stacked import MetaStep, Recorder
-from metanudge.estimators.base import Estimator
+from metanudge.estimators.base import Estimator, check_learnable
 from metanudge.estimators.total import MetaGradient, Stats
 from metanudge.params import Params
 from metanudge.problem import Problem
@@ -53,13 +53,7 @@ def check(
 ) -> None:
     """Raise where problem, tasks, solver, estimator and engine do not go together."""
     estimator.check(solver)
-    estimator.check_problem(problem)
-    if problem.rates is not None and not estimator.learns_rates:
-        raise ValueError(
-            f"{type(estimator).__name__} has no gradient for the inner learning rates (learn_lr):"
-            " they act through the steps, which only MAML differentiates. Use MAML(), first-order"
-            ' in the model with MAML(products="difference"), or leave learn_lr out.'
-        )
+    check_learnable(estimator, problem)
     if engine.name not in estimator.engines:
         raise ValueError(
             f"{type(estimator).__name__} runs on {' and '.join(estimator.engines)}, not on"

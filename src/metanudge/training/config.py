@@ -41,6 +41,10 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float64"]
 Engine = Literal["auto", "stacked", "inplace"]
 LearnLam = Literal["none", "scalar", "tensor", "parameter"]
+LearnLr = Literal[
+    "none", "scalar", "tensor", "parameter", "step",
+    "signed-scalar", "signed-tensor", "signed-parameter", "signed-step",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,16 @@ class TrainConfig:
 
     lam_lr: float | None = None
     """Learning rate of log λ, where it is learned. None: the optimizer's."""
+
+    learn_lr: LearnLr = "none"
+    """Meta-learn the inner learning rates (maml only) from the solver's lr on: scalar, tensor,
+    parameter (Meta-SGD) or step (one per tensor and step); signed-… ones may become negative.
+    """
+
+    rate_lr: float | None = None
+    """Learning rate of (the logarithms of) the inner rates, where they are learned. None: the
+    optimizer's.
+    """
 
     adapt: str = "*"
     """Which parameters adapt to a task, as a pattern of their names or several with commas
@@ -195,17 +209,22 @@ class TrainConfig:
             )
         positive = (
             ("lam_lr", "It is a learning rate."),
+            ("rate_lr", "It is a learning rate."),
             ("clip", "It is a norm."),
         )
         for name, why in positive:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{flag(name)} {value} is not a positive number. {why}")
-        if self.lam_lr is not None and self.learn_lam == "none":
-            raise UserError(
-                f"--lam-lr {self.lam_lr} was given, but λ is not learned. Add --learn-lam tensor,"
-                " or leave --lam-lr out."
-            )
+        for own, learn, what in (
+            ("lam_lr", "learn_lam", "λ is"),
+            ("rate_lr", "learn_lr", "inner rates are"),
+        ):
+            if getattr(self, own) is not None and getattr(self, learn) == "none":
+                raise UserError(
+                    f"{flag(own)} {getattr(self, own)} was given, but {what} not learned. Add"
+                    f" {flag(learn)} tensor, or leave {flag(own)} out."
+                )
         if not self.patterns:
             raise UserError(
                 f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of"
@@ -326,18 +345,6 @@ def _kinds() -> dict[str, Any]:
 def flag(name: str) -> str:
     """A field as the command line spells it."""
     return "--" + name.replace("_", "-")
-
-
-def own_code(model: str) -> tuple[str, str, str] | None:
-    """Module, attribute and options of a model written module:attribute:options; None for one of
-    ours.
-
-    Example:
-        >>> own_code("my_nets:Net:width=64"), own_code("conv4:channels=32")
-        (('my_nets', 'Net', 'width=64'), None)
-    """
-    module, attribute, options = [*model.split(":", 2), "", ""][:3]
-    return (module, attribute, options) if attribute and "=" not in attribute else None
 
 
 def _typed(name: str, value: Any, kind: Any, where: str) -> Any:

@@ -37,7 +37,7 @@ from metanudge.training.errors import (
     UserError,
     is_out_of_memory,
 )
-from metanudge.training.metrics import stiffness
+from metanudge.training.metrics import inner_rates, stiffness
 from metanudge.tuning import NuEstimate, is_automatic
 
 T = TypeVar("T")
@@ -237,7 +237,7 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.learner.parameters(), self.course.clip)
         values["lr"] = float(self.optimizer.param_groups[0]["lr"])
         if measured:
-            values |= stiffness(self.learner)
+            values |= stiffness(self.learner) | inner_rates(self.learner)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -363,13 +363,13 @@ def halving(
 
 
 def weights_of(learner: MetaLearner) -> dict[str, Mapping[str, torch.Tensor]]:
-    """What a checkpoint holds of a learner: the model, and log λ where it is learned."""
+    """What a checkpoint holds of a learner: the model, log λ and inner rates where learned."""
     return {part: module.state_dict() for part, module in _parts(learner).items()}
 
 
 def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights (and stiffness) into a learner; `UserError` names what differs
-    where they do not fit.
+    """Put a checkpoint's weights (stiffness, inner rates) into a learner; `UserError` names what
+    differs where they do not fit.
     """
     for part, module in _parts(learner).items():
         saved, own = checkpoint.tensors.get(part, {}), module.state_dict()
@@ -386,7 +386,7 @@ def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
             detail = "; ".join(
                 f"{what}: {some(names, 3)}" for what, names in differences.items() if names
             )
-            what = "model" if part == "model" else "learned stiffness"
+            what = {"model": "model", "log_lam": "learned stiffness"}.get(part, "learned inner lr")
             raise UserError(
                 f"The {what} has changed since {checkpoint.folder} was saved ({detail}). Resume "
                 "with the model it was trained with, or start a new run."
@@ -395,6 +395,5 @@ def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
 
 
 def _parts(learner: MetaLearner) -> dict[str, nn.Module]:
-    return {"model": learner.model} | (
-        {} if learner.log_lam is None else {"log_lam": learner.log_lam}
-    )
+    names = ("model", "log_lam", "log_lr", "lr")
+    return {name: part for name in names if (part := getattr(learner, name)) is not None}

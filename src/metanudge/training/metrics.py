@@ -171,19 +171,36 @@ def stiffness(learner: MetaLearner) -> dict[str, float]:
     return dict(zip(names, means, strict=True))
 
 
-def describe_stiffness(values: Mapping[str, Any]) -> str | None:
-    """The λ among a meta-step's values in a word; None where there is none.
+def inner_rates(learner: MetaLearner) -> dict[str, float]:
+    """Inner rates where they are learned: `inner_lr`, or `inner_lr.NAME` for each tensor (the mean
+    of its entries or steps, geometric where they are positive).
+    """
+    if learner.learned_rates is None:
+        return {}
+    what, named = learner.learned_rates.what, dict(learner.learned_rates.named_parameters())
+    means = torch.stack([p.detach().double().mean() for p in named.values()])
+    means = means.exp() if what.positive else means
+    names = ["inner_lr"] if what.per == "scalar" else [f"inner_lr.{name}" for name in named]
+    return dict(zip(names, means.tolist(), strict=True))
+
+
+LEARNED = {"lam": "λ", "inner_lr": "inner lr"}  # as metrics and people call it
+
+
+def describe_learned(values: Mapping[str, Any], key: str) -> str | None:
+    """What is learned besides the model, among a meta-step's values, in a word; None where it is
+    not.
 
     Example:
-        >>> (describe_stiffness({"lam": 1.5}),
-        ...     describe_stiffness({"lam.0.weight": 0.5, "lam.0.bias": 3.25, "residual": 9.0}))
+        >>> (describe_learned({"lam": 1.5}, "lam"),
+        ...     describe_learned({"lam.0.weight": 0.5, "lam.0.bias": 3.25, "residual": 9.0}, "lam"))
         ('λ 1.5', 'λ 0.5–3.25')
     """
-    found = [value for name, value in values.items() if name == "lam" or name.startswith("lam.")]
+    found = [value for name, value in values.items() if name == key or name.startswith(f"{key}.")]
     if not found:
         return None
     low, high = f"{min(found):.3g}", f"{max(found):.3g}"
-    return f"λ {low}" if low == high else f"λ {low}–{high}"
+    return f"{LEARNED[key]} {low}" + ("" if low == high else f"–{high}")
 
 
 class Sink(Protocol):

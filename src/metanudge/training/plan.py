@@ -148,7 +148,7 @@ def make_trainer(
     check_solves_fit(config, source, len(around.group.slice(config.tasks)), learner)
     if plan.saved is None:
         check_steps(config.lam, learner.solver)
-    groups = specs.parameter_groups(learner, config.lam_lr)
+    groups = specs.parameter_groups(learner, config.lam_lr, config.rate_lr)
     course = Course(
         iterations=config.iterations,
         tasks=config.tasks,

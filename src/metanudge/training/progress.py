@@ -23,7 +23,7 @@ from rich.table import Table
 from metanudge.names import clock, printable
 from metanudge.solvers import stability_advice
 from metanudge.training.config import TrainConfig
-from metanudge.training.metrics import describe_stiffness
+from metanudge.training.metrics import LEARNED, describe_learned
 
 _SECONDS_BETWEEN_LINES = 5.0
 _RECENT = 20  # meta-steps that a watch looks at
@@ -87,7 +87,7 @@ class ConsoleReporter(Reporter):
         """
         self._pace.tick()
         self._measured |= {
-            name: value for name, value in values.items() if name.startswith(("query_", "lam"))
+            name: value for name, value in values.items() if name.startswith(("query_", *LEARNED))
         }
         values = self._measured | values  # not every meta-step measures them
         text = f"{self._pace.describe(self._total - done)} · {describe(values)}"
@@ -153,9 +153,7 @@ def describe(values: dict[str, Any]) -> str:
     parts.append(f"residual {values['residual']:.2g}")
     if _given(values, "nu"):
         parts.append(f"ν {values['nu']:.3g}")
-    learned = describe_stiffness(values)
-    if learned is not None:
-        parts.append(learned)
+    parts += filter(None, [describe_learned(values, key) for key in LEARNED])
     if _given(values, "val_accuracy"):
         parts.append(f"validation {values['val_accuracy']:.1%}")
     elif _given(values, "val_loss"):

@@ -11,19 +11,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from metanudge.engines.randomness import mix
+from metanudge.estimators.base import check_learnable
 from metanudge.learner import MetaLearner
 from metanudge.problem import UnmatchedPattern
+from metanudge.rates import InnerRates, RatePer
 from metanudge.tasks import SOURCES, Episodes, Labelled
 from metanudge.tasks.images import is_picture
 from metanudge.tasks.omniglot_files import DownloadError
 from metanudge.tasks.standardise import Standardisation
 from metanudge.training import specs
-from metanudge.training.config import TrainConfig, flag
+from metanudge.training.config import LearnLr, TrainConfig, flag
 from metanudge.training.device import computing_in, device_called
 from metanudge.training.errors import UserError
 from metanudge.training.spec_language import known, normal, show_options, split_options
@@ -275,6 +277,7 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
             loss,
             lam=config.lam,
             learn_lam=None if config.learn_lam == "none" else config.learn_lam,
+            learn_lr=_inner_rates(config.learn_lr),
             adapt=None if config.adapt == "*" else config.patterns,
             solver=solver,
             estimator=estimator,
@@ -283,12 +286,19 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
             compile=config.compile,
             seed=config.seed,
         )
-        estimator.check_problem(learner.problem())
+        check_learnable(estimator, learner.problem())
     except UnmatchedPattern as error:
         raise UserError(f"--adapt {error.pattern!r} {error.problem}") from error
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     return learner
+
+
+def _inner_rates(word: LearnLr) -> InnerRates | None:
+    if word == "none":
+        return None
+    per = cast(RatePer, word.removeprefix("signed-"))
+    return InnerRates(per, positive=not word.startswith("signed-"))
 
 
 def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:

@@ -26,9 +26,9 @@ from metanudge.estimators import ESTIMATORS, Estimator
 from metanudge.learner import MetaLearner
 from metanudge.names import near
 from metanudge.solvers import SOLVERS, Solver, TorchOptimizer
-from metanudge.training.config import own_code
 from metanudge.training.errors import UserError
 from metanudge.training.spec_language import Spec, known, normal, split, split_options, typed
+from metanudge.training.trust import own_code
 
 TaskKind = Literal["classification", "regression"]
 _OF_THE_SOLVER = ("optimizer", "steps", "tol", "batch_size")  # the others are the optimizer's
@@ -236,17 +236,23 @@ def build_optimizer(text: str, parameters: Iterable[Any]) -> torch.optim.Optimiz
     return make("--optimizer", spec.name, OPTIMIZERS[spec.name], list(parameters), **spec.options)
 
 
-def parameter_groups(learner: MetaLearner, lam_lr: float | None) -> list[Any]:
-    """What an outer optimizer optimises: the learner's parameters; log λ, where it is learned, in a
-    group without weight decay.
+def parameter_groups(
+    learner: MetaLearner, lam_lr: float | None, rate_lr: float | None = None
+) -> list[Any]:
+    """What an outer optimizer optimises: the learner's parameters; log λ and inner rates, where
+    they are learned, in groups without weight decay.
     """
-    if learner.log_lam is None:
-        return list(learner.parameters())
-    own = {} if lam_lr is None else {"lr": lam_lr}
-    return [
-        {"params": list(learner.model.parameters())},
-        {"params": list(learner.lam_parameters()), "weight_decay": 0.0, **own},
+    learned = [
+        {"params": parameters, "weight_decay": 0.0, **({} if lr is None else {"lr": lr})}
+        for parameters, lr in (
+            ([*learner.lam_parameters()], lam_lr),
+            ([*learner.rate_parameters()], rate_lr),
+        )
+        if parameters
     ]
+    if not learned:
+        return list(learner.parameters())
+    return [{"params": list(learner.model.parameters())}, *learned]
 
 
 # --- Models: one of ours, or the user's own as `module:attribute`, sized for the data

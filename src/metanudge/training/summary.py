@@ -31,7 +31,7 @@ from metanudge.training.files import (
     without_nan,
     write_text,
 )
-from metanudge.training.metrics import describe_stiffness, read_metrics, stiffness
+from metanudge.training.metrics import describe_learned, inner_rates, read_metrics, stiffness
 from metanudge.training.runs import CURVE, METRICS, SUMMARY
 from metanudge.version import __version__
 
@@ -128,6 +128,7 @@ def write_summary(
         **environment(learner.problem().device, processes=processes),
         "parameters": _trainable(learner),
         **({"lam": stiffness(learner)} if learner.log_lam is not None else {}),
+        **({"inner_lr": found} if (found := inner_rates(learner)) else {}),
         "steps": outcome.step,
         "checkpoint": "best" if best is not None else "last",
         "checkpoint_step": best["step"] if best is not None else outcome.step,
@@ -189,20 +190,25 @@ def result_table(
             lines.append(("before adaptation", f"{test['accuracy_before']:.2%}"))
         loss = f"{_number(test['loss'])} ± {_number(test['loss_ci95'])}"
         lines.append(("test loss", f"{loss} (before adaptation {_number(test['loss_before'])})"))
-    learned = describe_stiffness(stiffness(learner))
-    if learned is not None:
-        lines.append(("learned stiffness", learned))
+    for name, learned in (
+        ("learned stiffness", describe_learned(stiffness(learner), "lam")),
+        ("learned rates", describe_learned(inner_rates(learner), "inner_lr")),
+    ):
+        if learned is not None:
+            lines.append((name, learned))
     return [*lines, ("curve", str(folder / CURVE)), ("summary", str(folder / SUMMARY))]
 
 
 def _term(config: TrainConfig, learner: MetaLearner) -> str:
-    """λ, whether it is learned, and what adapts."""
+    """λ, whether it and the inner rates are learned, and what adapts."""
     problem = learner.problem()
     text = f"λ = {config.lam:g}"
     if learner.log_lam is not None:
         text += " to begin with, learned" + (
             "" if config.learn_lam == "scalar" else f" per {config.learn_lam}"
         )
+    if config.learn_lr != "none":
+        text += f"; inner rates learned ({config.learn_lr})"
     if problem.shared:
         text += (
             f"; {sum(p.numel() for p in problem.parameters.values()):,} adapt ({config.adapt}), the"
