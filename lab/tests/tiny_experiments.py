@@ -23,6 +23,10 @@ TINY: dict[str, dict[str, Any]] = {
     "convergence": {"steps": 3, "rates": (0.1, 1.0), "dim": 2, "tasks": 2, "floor_nus": (0.1,),
     "floor_steps": 1, "radii": (1.0,)},
     "gradient-quality": {"steps": (1, 3), "lams": (0.2,), "seeds": 1, "tasks": 1, "dim": 4},
+    "inner-rates": {
+        "inner_rates": (0.1,), "meta_rates": (0.01,), "iterations": (2, 1), "tuning": (1, 1),
+        "tasks": (1, 1), "val_tasks": 2, "test_tasks": 2, "at_steps": (1, 5),
+    },
     "lambda-effect": {"lams": (0.5, 10.0), "meta_steps": 1, "inner_steps": 5, "dim": 4, "tasks": 1},
     "memory-cnn": {"channels": (2,), "steps": 1, "shots": (2, 1), "queries": 2, "image_size": 16},
     "memory-length": {"lengths": (4, 8), "width": 8, "hidden": 8, "steps": 1, "shots": 1,

@@ -62,7 +62,8 @@ class Trial:
     """A model that can be meta-trained again and again from the same initial weights, with one
     estimator.
 
-    Learners are kept by their inner learning rate: on a GPU each has recorded its meta-step.
+    Learners are kept by their inner learning rate: on a GPU each has recorded its meta-step. Where
+    inner rates are learned every training starts with a new one.
     `seconds` are those of the meta-steps of the training that is going on, or was the last.
     """
 
@@ -72,6 +73,7 @@ class Trial:
     lam: float = m.LAM
     steps: int = m.STEPS
     regression: bool = False
+    learn_lr: mn.InnerRates | None = None
     _initial: dict[str, Tensor] = field(init=False)
     _learners: dict[float, mn.MetaLearner] = field(init=False, default_factory=dict)
     seconds: float = field(init=False, default=0.0)
@@ -84,11 +86,16 @@ class Trial:
     def learner(self, inner: float) -> mn.MetaLearner:
         """The learner with this inner learning rate, at the initial weights."""
         self.model.load_state_dict(self._initial)
-        if inner not in self._learners:
+        if inner not in self._learners or self.learn_lr is not None:
             solver = mn.GradientDescent(lr=inner, steps=self.steps)
             loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
             self._learners[inner] = mn.MetaLearner(
-                self.model, loss, lam=self.lam, solver=solver, estimator=self.estimator
+                self.model,
+                loss,
+                lam=self.lam,
+                learn_lr=self.learn_lr,
+                solver=solver,
+                estimator=self.estimator,
             )
         return self._learners[inner]
 
