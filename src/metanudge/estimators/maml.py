@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from metanudge.engines import Inner
+from metanudge.engines.once import NoSecondDerivative
 from metanudge.estimators.base import Estimator, refuse_stiffness
-from metanudge.estimators.products import Autograd, Difference, Either, Products, usual_epsilon
+from metanudge.estimators.products import check_epsilon, made, take_differences
 from metanudge.estimators.reverse import there_and_back
 from metanudge.estimators.total import MetaGradient
-from metanudge.names import near
+from metanudge.names import check_known
 from metanudge.params import norm
 from metanudge.problem import TwoLevels
 from metanudge.solvers import TorchOptimizer
 from metanudge.solvers.adjoint import LinearUpdate, Update
-from metanudge.solvers.base import LinearSolver, Oracle, Solver, check_positive
+from metanudge.solvers.base import LinearSolver, Oracle, Solver
 from metanudge.solvers.optimizer_update import OptimizerUpdate, rule_of
 from metanudge.solvers.trajectory import Keep
 
@@ -68,19 +69,9 @@ class MAML(Estimator):
                 f"truncate must be a number of steps, 0 or more, got {self.truncate!r}. Leave it"
                 " out for all steps."
             )
-        for name, value, known in (
-            ("products", self.products, get_args(How)),
-            ("trajectory", self.trajectory, get_args(Keep)),
-        ):
-            if value not in known:
-                raise ValueError(
-                    f"Unknown {name} {value!r}.{near(str(value), known)} Choose one of:"
-                    f" {', '.join(known)}."
-                )
-        if self.epsilon != "auto":
-            check_positive(
-                self.epsilon, "epsilon", "It is relative to the parameters' norm; or 'auto'."
-            )
+        check_known("products", self.products, get_args(How))
+        check_known("trajectory", self.trajectory, get_args(Keep))
+        check_epsilon(self.epsilon)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -140,28 +131,30 @@ class MAML(Estimator):
         if total.metrics:
             total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
         if self._unrolls(inner, solver):
-            assert isinstance(solver, LinearSolver)
-            total.products = "unrolled"
-            g, solution = inner.unrolled_gradient(solver, unrolled=self._last(solver))
-            total.record_solution(inner, solution)
-            total.check(inner.places, "meta-gradient (after the query gradient)", norm(g))
-            total.add(g, 1.0)
-            return
+            try:
+                self._unroll(inner, solver, total)
+                return
+            except NoSecondDerivative as error:
+                if self.products == "unrolled":
+                    raise
+                take_differences(inner.problem, error)
         oracle = inner.oracle([0.0], None, None, None)
         update = _update_of(solver, oracle)
-        products, last = self._products(inner), self._last(solver)
+        products, last = made(self.products, self.epsilon, inner.problem), self._last(solver)
         there_and_back(total, inner, oracle, update, products, last=last, keep=self.trajectory)
         total.products = products.name
+
+    def _unroll(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
+        assert isinstance(solver, LinearSolver)
+        g, solution = inner.unrolled_gradient(solver, unrolled=self._last(solver))
+        total.products = "unrolled"
+        total.record_solution(inner, solution)
+        total.check(inner.places, "meta-gradient (after the query gradient)", norm(g))
+        total.add(g, 1.0)
 
     def _unrolls(self, inner: Inner, solver: Solver) -> bool:
         auto = self.products == "auto" and inner.unrolls and isinstance(solver, LinearSolver)
         return self.products == "unrolled" or auto
-
-    def _products(self, inner: Inner) -> Products:
-        epsilon = usual_epsilon(inner.problem) if self.epsilon == "auto" else self.epsilon
-        if self.products == "auto":
-            return Either(epsilon)
-        return Difference(epsilon) if self.products == "difference" else Autograd()
 
 
 def _update_of(solver: Solver, oracle: Oracle) -> Update:

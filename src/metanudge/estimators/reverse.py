@@ -13,6 +13,8 @@ and for the centre of any other proximal term.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from metanudge.engines import Inner
@@ -20,7 +22,7 @@ from metanudge.estimators.identity import query_gradient
 from metanudge.estimators.products import Products
 from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, norm, zeros_like
-from metanudge.solvers.adjoint import Adjoint, LinearUpdate, Update
+from metanudge.solvers.adjoint import Adjoint, LinearUpdate, Point, Update
 from metanudge.solvers.base import Oracle
 from metanudge.solvers.trajectory import Keep, solve
 
@@ -51,8 +53,8 @@ def there_and_back(
         total.add(q, 1.0)
     adjoint = update.pull_back_result(q)
     del q
-    for step, point in way.backwards():
-        before, w, factor = update.pull_back(step, point, adjoint)
+
+    def bend(step: int, point: Point, w: Params, factor: float) -> Params:
         hw = products(inner, point.d, w, step, update.batch_size)
         by_shared = {n: hw.pop(n) for n in problem.shared}
         quantity = f"Hessian product of inner step {step}, on the way back,"
@@ -61,13 +63,33 @@ def there_and_back(
             total.add(hw, factor)
         if by_shared:
             total.add(by_shared, factor)
-        hw = _through_the_term(total, inner, point.d, w, hw, factor)
+        return _through_the_term(total, inner, point.d, w, hw, factor)
+
+    walk_back(way.backwards(), update.pull_back, adjoint, bend)
+    if isinstance(update, LinearUpdate) and update.by_strong_convexity is not None:
+        _add_momentum(total, inner, update.by_strong_convexity)
+
+
+def walk_back(
+    way: Iterable[tuple[int, Point]],
+    pull_back: Callable[[int, Point, Adjoint], tuple[Adjoint, Params, float]],
+    adjoint: Adjoint,
+    bend: Callable[[int, Point, Params, float], Params],
+) -> None:
+    """From the last step to the first: what a derivative by the end of a step is by its beginning.
+
+    Args:
+        pull_back: the step's own vector–Jacobian product, see `Update.pull_back`.
+        bend: how the gradient that the step was made with changes along w = ∂L/∂g, by what it
+            started from; takes w as a vector and a factor, and does not multiply by the factor.
+    """
+    for step, point in way:
+        before, w, factor = pull_back(step, point, adjoint)
+        hw = bend(step, point, w, factor)
         for name, leaf in hw.items():
             torch.add(before.d[name], leaf, alpha=factor, out=leaf)
         adjoint = Adjoint(hw, before.memory)
-        del before, w, hw, by_shared  # or they would still be alive during the next product
-    if isinstance(update, LinearUpdate) and update.by_strong_convexity is not None:
-        _add_momentum(total, inner, update.by_strong_convexity)
+        del before, w, hw  # or they would still be alive during the next product
 
 
 def _through_the_term(

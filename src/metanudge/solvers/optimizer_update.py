@@ -5,7 +5,9 @@ be differentiated: what `TorchOptimizer` does with torch's own, foreach, fused o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,6 +119,24 @@ class Adaptive(Rule):
         return v.sqrt() / correction**0.5 + self.eps
 
 
+@dataclass(frozen=True)
+class Still(Rule):
+    """What an optimizer does to a parameter without a gradient: nothing."""
+
+    linear = True
+
+    @property
+    def remembers(self) -> int:
+        """Nothing new."""
+        return 0
+
+    def move(
+        self, step: int, d: Tensor, g: Tensor, *memory: Tensor, floor: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """As it is."""
+        return d, *memory
+
+
 class OptimizerUpdate(Update):
     """The steps of a `TorchOptimizer`."""
 
@@ -151,20 +171,32 @@ class OptimizerUpdate(Update):
 
     def pull_back(self, step: int, point: Point, after: Adjoint) -> tuple[Adjoint, Params, float]:
         """By autograd through the step, entry by entry."""
-        floor = None if point.g is None else _rounding_of(point.g)
-        found = {}
-        for name, d in point.d.items():
-            g = d if point.g is None else point.g[name]
-            least = None if floor is None else per_row(floor, d)
-            found[name] = pulled_back(
-                lambda *leaves, least=least: self._rule.move(step, *leaves, floor=least),
-                [d, g, *(part[name] for part in point.memory)],
-                [after.d[name], *(part[name] for part in after.memory)],
-            )
-        by_d, by_g, *by_memory = (
-            {n: ends[i] for n, ends in found.items()} for i in range(2 + len(point.memory))
+        before, by_g = pulled_through(dict.fromkeys(point.d, (self._rule, step)), point, after)
+        return before, by_g, 1.0
+
+
+def pulled_through(
+    rules: Mapping[str, tuple[Rule, int]], point: Point, after: Adjoint
+) -> tuple[Adjoint, Params]:
+    """What derivatives by the end of a step are by its beginning, the gradient held fixed, and by
+    the gradient; with a rule for each parameter, and how many steps it has made before.
+    """
+    floor = None if point.g is None else _rounding_of(point.g)
+    found = {}
+    for name, d in point.d.items():
+        rule, time = rules[name]
+        # a linear step has the same derivative everywhere
+        g = d if point.g is None else point.g[name]
+        least = None if floor is None else per_row(floor, d)
+        found[name] = pulled_back(
+            partial(rule.move, time, floor=least),
+            [d, g, *(part[name] for part in point.memory)],
+            [after.d[name], *(part[name] for part in after.memory)],
         )
-        return Adjoint(by_d, tuple(by_memory)), by_g, 1.0
+    by_d, by_g, *by_memory = (
+        {n: ends[i] for n, ends in found.items()} for i in range(2 + len(point.memory))
+    )
+    return Adjoint(by_d, tuple(by_memory)), by_g
 
 
 def _rounding_of(g: Params) -> Tensor:
@@ -176,22 +208,37 @@ def _rounding_of(g: Params) -> Tensor:
 
 def rule_of(solver: TorchOptimizer) -> Rule:
     """The rule of a solver's optimizer; raises, by name, where none is known."""
-    optimizer = solver.build([torch.zeros(1, 1)])
-    kind, groups = type(optimizer), optimizer.param_groups
-    options: dict[str, Any] = groups[0]
-    refused = [name for name in ("amsgrad", "maximize") if options.get(name)]
-    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) or refused:
-        unknown = kind.__name__ + (f"({refused[0]}=True)" if refused else "")
-        raise TypeError(
-            f"MAML differentiates the solver's steps, and of torch's optimizers it knows those of"
-            f" {_KNOWN}, but not of {unknown}. Use one of these or GradientDescent or Nesterov, or"
-            " an estimator that needs no steps (FOBMAML, IMAML)."
-        )
+    (rule,) = rules_of(
+        solver.build([torch.zeros(1, 1)]),
+        "MAML differentiates the solver's steps, and",
+        " or GradientDescent or Nesterov, or an estimator that needs no steps (FOBMAML, IMAML)",
+    )
+    return rule
+
+
+def rules_of(optimizer: torch.optim.Optimizer, why: str, instead: str = "") -> list[Rule]:
+    """The rule of each of an optimizer's groups, with its present options; raises, by name, where
+    none is known.
+    """
+    kind = type(optimizer)
+    for options in optimizer.param_groups:
+        refused = [name for name in ("amsgrad", "maximize") if options.get(name)]
+        if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) or refused:
+            unknown = kind.__name__ + (f"({refused[0]}=True)" if refused else "")
+            raise TypeError(
+                f"{why} of torch's optimizers it knows those of {_KNOWN}, but not of {unknown}. Use"
+                f" one of these{instead}."
+            )
+    return [_rule(kind, options) for options in optimizer.param_groups]
+
+
+def _rule(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Rule:
     if kind is torch.optim.SGD:
         return Momentum(
             float(options["lr"]),
             options["momentum"],
-            options["dampening"],
+            # without momentum torch's has no meaning
+            options["dampening"] if options["momentum"] else 0.0,
             float(options["weight_decay"]),
             options["nesterov"],
         )
