@@ -170,14 +170,14 @@ class Unrolled:
 
     def _taken(self, batches: Any) -> list[Any]:
         if isinstance(batches, Iterator):
-            batches = list(islice(batches, self._steps))
-        elif not isinstance(batches, list):
-            batches = [batches]
-        taken: list[Any] = batches * self._steps if len(batches) == 1 else batches
+            taken = list(islice(batches, self._steps))
+        else:
+            taken = batches if isinstance(batches, list) else [batches]
+            taken = taken * self._steps if len(taken) == 1 else taken
         if len(taken) != self._steps:
             raise ValueError(
-                f"There are {len(batches)} batches for {self._steps} steps. Give one for each step,"
-                " or one batch for all of them (a batch that is itself a list: inside a list)."
+                f"Got {len(taken)} batches for {self._steps} steps. Give one for each step, or one"
+                " batch for all of them (a batch that is itself a list: inside a list)."
             )
         return taken
 
