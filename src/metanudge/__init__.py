@@ -14,7 +14,7 @@ from metanudge.version import __version__
 
 if TYPE_CHECKING:
     from metanudge import models, optim, tasks, tuning
-    from metanudge.bilevel import Hypergradient, hypergradient, solve_bilevel
+    from metanudge.bilevel import Hypergradient, Unrolled, hypergradient, solve_bilevel
     from metanudge.engines import StackingError
     from metanudge.estimators import (
         ESMAML,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Where each public name lives. Loading on first use keeps the command line's --help fast: importing
 # torch takes seconds.
 _HOMES = {
-    "bilevel": ("Hypergradient", "hypergradient", "solve_bilevel"),
+    "bilevel": ("Hypergradient", "Unrolled", "hypergradient", "solve_bilevel"),
     "engines": ("StackingError",),
     "estimators": (
         "DivergenceWarning",
@@ -66,7 +66,7 @@ __all__ = [  # noqa: RUF022 — grouped by what they are for
     "MetaLearner", "Evaluation", "Stats", "Task", "TaskBatch",
     "FOBMAML", "MAML", "FOMAML", "Reptile", "IMAML", "ESMAML", "Exact",
     "GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG", "InnerRates",
-    "hypergradient", "solve_bilevel", "Hypergradient",
+    "hypergradient", "solve_bilevel", "Hypergradient", "Unrolled",
     "check_gradient", "GradientReport", "DivergenceWarning", "NonFiniteError", "StackingError",
     "models", "optim", "tasks", "tuning", "__version__",
 ]  # fmt: skip

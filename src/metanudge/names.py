@@ -49,6 +49,21 @@ def near(name: object, names: Iterable[str]) -> str:
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
+def check_known(what: str, value: object, known: Sequence[str]) -> None:
+    """Raise a `ValueError` unless `value` is one of the known names.
+
+    Example:
+        >>> check_known("split", "validation", ["train", "val"])
+        Traceback (most recent call last):
+            ...
+        ValueError: Unknown split 'validation'. Did you mean 'val'? Choose one of: train, val.
+    """
+    if value not in known:
+        raise ValueError(
+            f"Unknown {what} {value!r}.{near(value, known)} Choose one of: {', '.join(known)}."
+        )
+
+
 def printable(text: str) -> str:
     r"""Text with control characters, which could move a terminal's cursor or rename its window,
     spelled out.

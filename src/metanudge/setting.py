@@ -218,7 +218,7 @@ def at_work(setting: Setting, *, compile: bool, alone: bool = True) -> Iterator[
             yield problem
 
 
-def add_to_grad(gradient: Params, parameters: dict[str, nn.Parameter]) -> None:
+def add_to_grad(gradient: Params, parameters: Mapping[str, Tensor]) -> None:
     """Add a meta-gradient to `.grad`, and leave nothing of it in `gradient`; hooks on the
     parameters see it as they would see an ordinary gradient.
     """
@@ -230,7 +230,7 @@ def add_to_grad(gradient: Params, parameters: dict[str, nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def _add(gradients: list[Tensor], parameters: list[nn.Parameter]) -> None:
+def _add(gradients: list[Tensor], parameters: list[Tensor]) -> None:
     """What autograd does where no hook is registered, in a fraction of its time: a thread of its
     own and a node for each parameter.
 

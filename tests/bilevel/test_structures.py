@@ -251,7 +251,13 @@ def test_functions_without_second_derivatives():
         result = mn.hypergradient(inner, outer, x, init, estimator=mn.FOBMAML(nu=1e-4, nudge=nudge))
         torch.testing.assert_close(result.gradient, expected, rtol=1e-6, atol=0)
     descent = mn.GradientDescent(lr=0.2, steps=3)
-    for estimator in (mn.IMAML(), mn.Exact(), mn.MAML(), mn.FOBMAML(stencil="tangent")):
+    for estimator in (
+        mn.IMAML(),
+        mn.Exact(),
+        mn.MAML(products="unrolled"),
+        mn.MAML(products="autograd"),
+        mn.FOBMAML(stencil="tangent"),
+    ):
         with pytest.raises(RuntimeError) as caught:
             mn.hypergradient(inner, outer, x, init, solver=descent, estimator=estimator)
         assert "needs first derivatives only" in "".join(caught.value.__notes__)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import metanudge as mn
 from bilevel_problems import Known, logistic, ridge
@@ -25,6 +28,11 @@ PRODUCTS = {
 SOLVERS: dict[str, Any] = {
     "GD": mn.GradientDescent(lr=0.2, steps=5),
     "Nesterov": mn.Nesterov(lr=0.2, steps=5, momentum=0.5),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": mn.TorchOptimizer(torch.optim.SGD, steps=5, options={"lr": 0.1, "momentum": 0.9}),
+    "Adam": mn.TorchOptimizer(torch.optim.Adam, steps=5, options={"lr": 0.1}),
+    "AdamW": mn.TorchOptimizer(torch.optim.AdamW, steps=5, options={"lr": 0.1, "weight_decay": 1}),
 }
 
 
@@ -61,24 +69,102 @@ def test_what_it_costs(keep: Any):
     assert found.hessian_products == 5
 
 
-@pytest.mark.parametrize(("estimator", "tolerance"), PRODUCTS.values(), ids=PRODUCTS)
-@pytest.mark.parametrize("optimizer", ["momentum", "Adam"])
+@pytest.mark.parametrize(
+    ("estimator", "tolerance"), [*PRODUCTS.values(), (mn.MAML(), 1e-10)], ids=[*PRODUCTS, "auto"]
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_inside(optimizer: str, estimator: mn.MAML, tolerance: float):
     """Against the steps written out, and autograd through them."""
-    problem, steps = PROBLEMS["logistic, outer depends on x"], 5
+    problem = PROBLEMS["logistic, outer depends on x"]
     x = problem.x.detach().clone().requires_grad_()
     phi, m, v = problem.init, torch.zeros_like(problem.init), torch.zeros_like(problem.init)
-    for step in range(1, steps + 1):
+    for step in range(1, 6):
         at = phi if phi.requires_grad else phi.detach().requires_grad_()
         (g,) = torch.autograd.grad(problem.inner(x, at), at, create_graph=True)
         if optimizer == "momentum":
             m = 0.9 * m + g
             phi = phi - 0.1 * m
         else:
+            if optimizer == "AdamW":  # towards the start: its parameters are displacements
+                phi = phi - 0.1 * (phi - problem.init)
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
             phi = phi - 0.1 * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
     expected: Tensor = torch.autograd.grad(problem.outer(x, phi), x)[0]
-    options = {"lr": 0.1, "momentum": 0.9} if optimizer == "momentum" else {"lr": 0.1}
-    kind = torch.optim.SGD if optimizer == "momentum" else torch.optim.Adam
-    found = solve(problem, estimator, mn.TorchOptimizer(kind, steps=steps, options=options))
+    found = solve(problem, estimator, OPTIMIZERS[optimizer])
     assert relative_error(found.gradient, expected) < tolerance
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_leaves_that_share_a_gradient(solver: str):
+    """Two that enter as a sum: autograd hands out one tensor for both."""
+    x = torch.tensor([0.3, -0.2], dtype=torch.float64)
+    init = {"a": 2 * x, "b": x - 1}
+
+    def inner(x: Tensor, phi: dict[str, Tensor]) -> Tensor:
+        return (x.exp() * (phi["a"] + phi["b"]).cosh()).sum()
+
+    def outer(x: Tensor, phi: dict[str, Tensor]) -> Tensor:
+        return (phi["a"] * phi["b"].sin()).sum()
+
+    whole, back = (
+        mn.hypergradient(
+            inner, outer, x, init, solver=SOLVERS[solver], estimator=mn.MAML(products=products)
+        )
+        for products in ("unrolled", "autograd")
+    )
+    assert relative_error(back.gradient, whole.gradient) < 1e-12
+
+
+# ---------------------------------------------------------- functions that have one derivative only
+
+
+class Once(torch.autograd.Function):
+    """cosh."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        ctx.save_for_backward(t)
+        return t.cosh()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].sinh()
+
+
+def by_cosh(cosh: Callable[[Tensor], Tensor], *, inside: bool) -> Callable[..., Tensor]:
+    """Its second derivative counts; `inside` also where a second backward pass would meet it."""
+
+    def inner(x: Tensor, phi: Tensor) -> Tensor:
+        value = cosh(phi)
+        return (value.square() if inside else value).sum() + (x * phi).sum()
+
+    return inner
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "last"])
+@pytest.mark.parametrize("solver", [*SOLVERS.values(), *OPTIMIZERS.values()])
+def test_a_function_with_one_derivative(
+    solver: Any, inside: bool, caplog: pytest.LogCaptureFixture
+):
+    x = torch.tensor([0.3, -0.2], dtype=torch.float64)
+    init = torch.tensor([0.5, 0.1], dtype=torch.float64)
+    once, plain = by_cosh(Once.apply, inside=inside), by_cosh(torch.cosh, inside=inside)
+
+    def solved(inner: Any, estimator: Any) -> Tensor:
+        found = mn.hypergradient(
+            inner, lambda x, phi: phi.sin().sum(), x, init, solver=solver, estimator=estimator
+        )
+        return found.gradient
+
+    with caplog.at_level(logging.WARNING, logger="metanudge"):
+        found = solved(once, mn.MAML())
+    assert "Once is marked with @once_differentiable" in caplog.text
+    assert relative_error(found, solved(plain, mn.MAML())) < 1e-6
+    assert relative_error(solved(once, PRODUCTS["difference"][0]), found) < 1e-6
+    exact: list[Any] = [mn.MAML(products="autograd"), mn.IMAML(), mn.Exact()]
+    if solver in SOLVERS.values():
+        exact += [mn.MAML(products="unrolled"), mn.FOBMAML(stencil="tangent")]
+    for estimator in exact:
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            solved(once, estimator)

@@ -182,6 +182,23 @@ def test_auto_takes_differences_where_autograd_cannot(
     assert all(p.grad is None for p in setup.model.parameters())
 
 
+def test_a_loss_that_is_one_function_with_one_derivative():
+    """A second backward pass would not meet it: its derivative is a constant where it is used."""
+    setup = mlp()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return Once.apply(F.cross_entropy(output, target))
+
+    def gradient(loss: Any, products: Any) -> Any:
+        estimator = mn.MAML(products=products)
+        return learner(setup._replace(loss=loss), estimator).meta_gradient(setup.tasks)[0]
+
+    expected = gradient(lambda a, b: F.cross_entropy(a, b).tanh(), "autograd")
+    assert relative_error(gradient(loss, "auto"), expected) < 1e-6
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient(loss, "autograd")
+
+
 @pytest.mark.parametrize("make", [mlp, lstm], ids=["MLP", "LSTM"])
 def test_auto_is_exact_where_autograd_can(make: Callable[[], Setup]):
     setup = make()

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from metanudge.bilevel.problem import Bilevel, Level
 from metanudge.engines import Cost, Inner, Measured
 from metanudge.engines.inner import NudgedOracle
+from metanudge.engines.once import NoSecondDerivative, refuse_once_differentiable
 from metanudge.estimators import NonFiniteError
 from metanudge.params import Params, flatten, norm, wide
 from metanudge.problem import Nudge
@@ -213,6 +214,8 @@ class BilevelInner(Inner):
         value = self.problem.evaluate(level, x, phi, step)
         self.cost.support_gradients += level == "inner"
         self.cost.query_gradients += level == "outer"
+        if create_graph:
+            refuse_once_differentiable(value, phi.values())
         g = gradients(value, phi | x if by_x else phi, create_graph=create_graph)
         _check_dependence(level, {n: g[n] for n in phi})
         return value, g
@@ -258,7 +261,8 @@ class BilevelInner(Inner):
 
     def _by_both(self, g: Gradients, d: Params, x: Params) -> Params:
         self.depends_on_x = self.depends_on_x or any(g[n] is not None for n in x)
-        return _rows(g, d) | _as_rows(_filled(g, x))
+        # as in `_gradient`: the way back overwrites what it is given
+        return {n: leaf.clone() for n, leaf in _rows(g, d).items()} | _as_rows(_filled(g, x))
 
     def hessian(self, d: Params) -> Tensor:
         """That of g in φ, row by row from one graph."""
@@ -298,12 +302,13 @@ def second_gradients(value: Tensor, by: Params, *, retain_graph: bool | None = N
     try:
         return gradients(value, by, retain_graph=retain_graph)
     except RuntimeError as error:
-        error.add_note(
+        missing = NoSecondDerivative(str(error))
+        missing.add_note(
             "A second derivative was needed. FOBMAML with a finite difference, e.g."
-            " stencil='symmetric', needs first derivatives only, and so do all solvers but"
-            " NewtonCG."
+            " stencil='symmetric', needs first derivatives only, and so do"
+            " MAML(products='difference') and all solvers but NewtonCG."
         )
-        raise
+        raise missing from error
 
 
 def gradients(

@@ -18,7 +18,7 @@ class Tree:
 
     Args:
         tree: the user's structure.
-        what: its name in messages, `"x"` or `"phi"` (which the user gives as `init`).
+        what: its name in messages: `"x"`, `"upper"`, or `"phi"` (which the user gives as `init`).
         wanted: which of the floating tensors are variables; all by default.
 
     Example:
@@ -41,8 +41,8 @@ class Tree:
             if isinstance(leaf, Tensor) and leaf.is_complex():
                 raise TypeError(
                     f"{name} is complex ({describe(leaf)}), and gradients here are those of real"
-                    " numbers. Pass torch.view_as_real(...) of it and undo that inside inner and"
-                    " outer."
+                    " numbers. Pass torch.view_as_real(...) of it and undo that inside the"
+                    " two functions."
                 )
             variable = isinstance(leaf, Tensor) and leaf.is_floating_point() and wanted(leaf)
             self._names.append(name if variable else None)
@@ -50,7 +50,7 @@ class Tree:
                 self.tensors[name] = leaf.detach()
                 self.originals.append(leaf)
         if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self._leaves):
-            given, purpose = ("x", "differentiate by") if what == "x" else ("init", "solve for")
+            given, purpose = ("init", "solve for") if what == "phi" else (what, "differentiate by")
             raise TypeError(
                 f"{given} holds no floating tensor (got {type(tree).__name__} with"
                 f" {describe(tree)}), so there is nothing to {purpose}. Give a tensor, or a dict,"

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from metanudge.engines.descent import Descent, Forces, Listener, row, take_gradient
 from metanudge.engines.diagnosis import model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
+from metanudge.engines.once import refuse_once_differentiable
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.engines.undisturbed import Guard, claimed, restored, uninterrupted
 from metanudge.params import Params
@@ -217,12 +218,9 @@ class InplaceInner(Inner):
         return self._collect() | self._collect(self.problem.shared)
 
     def _bend(self, loss: Tensor, v: Params) -> list[Tensor]:
-        """Leave the gradient of ⟨∇_φ loss, v⟩ in the module; returns ∇_φ loss.
-
-        By `backward`, which runs all of the graph: `torch.autograd.grad` passes over a derivative
-        that says it cannot be differentiated (`once_differentiable`), and takes it for a constant.
-        """
+        """Leave the gradient of ⟨∇_φ loss, v⟩ in the module; returns ∇_φ loss."""
         parameters = self.problem.parameters
+        refuse_once_differentiable(loss, parameters.values())
         g = torch.autograd.grad(
             loss, list(parameters.values()), create_graph=True, materialize_grads=True
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
+from typing import Protocol
 
 import torch
-from torch import nn
-
-from metanudge.problem import Problem, TwoLevels
+from torch import Tensor, nn
 
 _ON_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
 
@@ -22,7 +22,18 @@ class Precision(Enum):
     HALF = "16-bit parameters"
 
 
-def precision_of(problem: TwoLevels) -> Precision:
+class Computed(Protocol):
+    """What gradients are computed of."""
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """What adapts."""
+
+    device: torch.device
+    """Where it lies."""
+
+
+def precision_of(problem: Computed) -> Precision:
     """Of the parameters that adapt, the present autocast and the device's matrix products."""
     bits = min(torch.finfo(p.dtype).bits for p in problem.parameters.values())
     if bits < 32:
@@ -34,10 +45,10 @@ def precision_of(problem: TwoLevels) -> Precision:
     return Precision.TENSOR_FLOAT if _on_tensor_cores(problem) else Precision.SINGLE
 
 
-def _on_tensor_cores(problem: TwoLevels) -> bool:
+def _on_tensor_cores(problem: Computed) -> bool:
     if problem.device.type != "cuda":
         return False
     if torch.get_float32_matmul_precision() != "highest":
         return True
-    modules = problem.modules if isinstance(problem, Problem) else []
+    modules = getattr(problem, "modules", [])  # functions of tensors have none
     return torch.backends.cudnn.allow_tf32 and any(isinstance(m, _ON_CUDNN) for m in modules)

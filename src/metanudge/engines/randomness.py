@@ -46,6 +46,15 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
+def generators(device: torch.device) -> list[torch.Generator]:
+    """torch's own, which a model on a device draws from: the CPU's first."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    torch.cuda.init()
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
 class Draws:
     """Seeds torch's generators for one loss evaluation after the other on one device.
 
@@ -62,15 +71,9 @@ class Draws:
         self._own = OwnGenerator() if device.type == "cpu" and self._habit.may_draw else None
         self._looked_at: set[str] = set()
         self._last: int | None = None
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                # only steps that draw nothing are recorded, and a recording may not touch them
-                self._generators = []
-                return
-            index = device.index if device.index is not None else torch.cuda.current_device()
-            torch.cuda.init()
-            self._generators.append(torch.cuda.default_generators[index])
+        recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # only steps that draw nothing are recorded, and a recording may not touch them
+        self._generators = [] if recording else generators(device)
 
     def seeded(self, step: int, which: str) -> AbstractContextManager[object]:
         """Within, the `"support"` or `"query"` loss at an inner step is evaluated: with its random

@@ -210,12 +210,7 @@ class Guard:
         # a loss may have parameters of its own
         self._gradients = [(p, p.grad) for p in problem.objective.parameters()]
         self.theta = {n: p.detach().clone() for n, p in problem.parameters.items()}
-        model = problem.objective.model
-        self._buffers = [
-            _Buffer(module, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-        ]
+        self._buffers = Buffers(problem.modules)
         self._versions = {n: p._version for n, p in problem.parameters.items()}
         self._shared = problem.shared
 
@@ -255,8 +250,7 @@ class Guard:
         """Undo what a forward pass did to the buffers: BatchNorm's running statistics and the
         like.
         """
-        for buffer in self._buffers:
-            buffer.restore()
+        self._buffers.restore()
 
     def restore(self) -> None:
         """Put everything back; it does not matter how often."""
@@ -268,6 +262,33 @@ class Guard:
             parameter.grad = gradient
         self.restore_buffers()
         torch.clear_autocast_cache()
+
+
+class Buffers:
+    """The buffers of modules as they are now.
+
+    Args:
+        before: what was noted before, whose copies serve again where nothing has changed.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], before: Buffers | None = None) -> None:
+        known = {} if before is None else {(b.module, b.name): b.value for b in before._all}
+        self._all: list[_Buffer] = [
+            _Buffer(module, name, buffer, _copied(buffer, known.get((module, name))))
+            for module in modules
+            for name, buffer in module._buffers.items()
+        ]
+
+    def restore(self) -> None:
+        """Put them back; it does not matter how often."""
+        for buffer in self._all:
+            buffer.restore()
+
+
+def _copied(buffer: Tensor | None, known: Tensor | None) -> Tensor | None:
+    if buffer is None or (known is not None and torch.equal(buffer, known)):
+        return None if buffer is None else known
+    return buffer.detach().clone()
 
 
 @dataclass

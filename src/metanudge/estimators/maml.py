@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from metanudge.engines import Inner
+from metanudge.engines.once import NoSecondDerivative
 from metanudge.estimators.base import Estimator, refuse_stiffness
-from metanudge.estimators.products import Autograd, Difference, Either, Products, usual_epsilon
+from metanudge.estimators.products import check_epsilon, made, take_differences
 from metanudge.estimators.reverse import there_and_back
 from metanudge.estimators.total import MetaGradient
-from metanudge.names import near
+from metanudge.names import check_known
 from metanudge.params import norm
 from metanudge.problem import TwoLevels
 from metanudge.solvers import TorchOptimizer
-from metanudge.solvers.base import LinearSolver, Solver, check_positive
+from metanudge.solvers.base import LinearSolver, Solver
 from metanudge.solvers.optimizer_update import rule_of
 from metanudge.solvers.rated import update_of
 from metanudge.solvers.trajectory import Keep
@@ -78,21 +79,11 @@ class MAML(Estimator):
                 f"truncate must be a number of steps, 0 or more, got {self.truncate!r}. Leave it"
                 " out for all steps."
             )
-        for name, value, known in (
-            ("products", self.products, get_args(How)),
-            ("trajectory", self.trajectory, get_args(Keep)),
-        ):
-            if value not in known:
-                raise ValueError(
-                    f"Unknown {name} {value!r}.{near(str(value), known)} Choose one of:"
-                    f" {', '.join(known)}."
-                )
-        if self.epsilon != "auto":
-            check_positive(
-                self.epsilon, "epsilon", "It is relative to the parameters' norm; or 'auto'."
-            )
+        check_known("products", self.products, get_args(How))
+        check_known("trajectory", self.trajectory, get_args(Keep))
+        check_epsilon(self.epsilon)
         if self.step_weights is not None:
-            object.__setattr__(self, "step_weights", _checked(self.step_weights))
+            _check_weights(self.step_weights)
             if self.products == "unrolled":
                 raise ValueError(
                     "step_weights weighs the query losses of steps taken back one at a time, but"
@@ -183,16 +174,16 @@ class MAML(Estimator):
         if total.metrics:
             total.record_query(inner.measure_query(None), None, tasks=inner.tasks)
         if self._unrolls(inner, solver):
-            assert isinstance(solver, LinearSolver)
-            total.products = "unrolled"
-            g, solution = inner.unrolled_gradient(solver, unrolled=self._last(solver))
-            total.record_solution(inner, solution)
-            total.check(inner.places, "meta-gradient (after the query gradient)", norm(g))
-            total.add(g, 1.0)
-            return
+            try:
+                self._unroll(inner, solver, total)
+                return
+            except NoSecondDerivative as error:
+                if self.products == "unrolled":
+                    raise
+                take_differences(inner.problem, error)
         oracle = inner.oracle([0.0], None, None, None)
         update = update_of(solver, oracle, inner.problem.rates)
-        products, last = self._products(inner), self._last(solver)
+        products, last = made(self.products, self.epsilon, inner.problem), self._last(solver)
         there_and_back(
             total,
             inner,
@@ -205,27 +196,28 @@ class MAML(Estimator):
         )
         total.products = products.name
 
+    def _unroll(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
+        assert isinstance(solver, LinearSolver)
+        g, solution = inner.unrolled_gradient(solver, unrolled=self._last(solver))
+        total.products = "unrolled"
+        total.record_solution(inner, solution)
+        total.check(inner.places, "meta-gradient (after the query gradient)", norm(g))
+        total.add(g, 1.0)
+
     def _unrolls(self, inner: Inner, solver: Solver) -> bool:
         auto = self.products == "auto" and inner.unrolls and isinstance(solver, LinearSolver)
         at_once = inner.problem.rates is None and self.step_weights is None
         return self.products == "unrolled" or (auto and at_once)
 
-    def _products(self, inner: Inner) -> Products:
-        epsilon = usual_epsilon(inner.problem) if self.epsilon == "auto" else self.epsilon
-        if self.products == "auto":
-            return Either(epsilon)
-        return Difference(epsilon) if self.products == "difference" else Autograd()
 
-
-def _checked(weights: Sequence[float]) -> tuple[float, ...]:
+def _check_weights(weights: Sequence[float]) -> None:
     """Finite numbers, and the last one not 0: it would be a solver of fewer steps."""
     try:
-        numbers = tuple(float(weight) for weight in weights)
-    except (TypeError, ValueError):
-        numbers = ()
-    if not numbers or not all(map(math.isfinite, numbers)) or numbers[-1] == 0:
+        fine = all(map(math.isfinite, weights)) and weights[-1] != 0
+    except (TypeError, IndexError, KeyError):
+        fine = False
+    if not fine:
         raise ValueError(
             f"step_weights must be finite numbers, one for each inner step, and the last one not 0;"
             f" got {weights!r}. Write e.g. step_weights=(0.1, 0.2, 0.7) for 3 steps."
         )
-    return numbers

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from metanudge.engines import Inner
-from metanudge.engines.precision import Precision, precision_of
+from metanudge.engines.precision import Computed, Precision, precision_of
 from metanudge.params import Params, norm, per_row
-from metanudge.problem import TwoLevels
+from metanudge.solvers.base import check_positive
 
 logger = logging.getLogger("metanudge")
 
@@ -47,15 +46,41 @@ RANGES = {
 }
 
 
-def ladder(problem: TwoLevels) -> tuple[float, ...]:
+def ladder(problem: Computed) -> tuple[float, ...]:
     """The ε worth trying, for the precision that gradients have now."""
     tried = RANGES[precision_of(problem)]
     return tuple(tried.largest / tried.finer**rung for rung in range(RUNGS))
 
 
-def usual_epsilon(problem: TwoLevels) -> float:
+def usual_epsilon(problem: Computed) -> float:
     """An ε without a look at the model."""
     return RANGES[precision_of(problem)].usual
+
+
+class Known(Computed, Protocol):
+    """What knows of its second derivatives."""
+
+    twice_differentiable: bool
+
+
+class Curved(Protocol):
+    """Support losses along a way: the `Inner` of an engine, or the steps of a live model."""
+
+    @property
+    def problem(self) -> Known:
+        """Whose losses they are."""
+
+    @property
+    def theta(self) -> Params:
+        """Where displacements start from."""
+
+    def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
+        """See `metanudge.engines.Inner`."""
+
+    def support_difference(
+        self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None
+    ) -> Params:
+        """See `metanudge.engines.Inner`."""
 
 
 class Products(Protocol):
@@ -64,7 +89,7 @@ class Products(Protocol):
     name: str
 
     def __call__(
-        self, inner: Inner, d: Params, w: Params, step: int, batch_size: int | None
+        self, inner: Curved, d: Params, w: Params, step: int, batch_size: int | None
     ) -> Params:
         """How the gradient of f̂ at θ + d, by all it depends on, changes as φ moves along w; with
         the data and the random numbers of an inner step.
@@ -79,7 +104,7 @@ class Autograd:
     name = "autograd"
 
     def __call__(
-        self, inner: Inner, d: Params, w: Params, step: int, batch_size: int | None
+        self, inner: Curved, d: Params, w: Params, step: int, batch_size: int | None
     ) -> Params:
         """By `Inner.support_hvp`."""
         return inner.support_hvp(d, w, step, batch_size)
@@ -99,7 +124,7 @@ class Difference:
         self.epsilon = epsilon
 
     def __call__(
-        self, inner: Inner, d: Params, w: Params, step: int, batch_size: int | None
+        self, inner: Curved, d: Params, w: Params, step: int, batch_size: int | None
     ) -> Params:
         """The two gradients side by side where the engine can."""
         size = 1 + _size(inner.theta, d)
@@ -120,21 +145,44 @@ class Either:
         self.name = Autograd.name
 
     def __call__(
-        self, inner: Inner, d: Params, w: Params, step: int, batch_size: int | None
+        self, inner: Curved, d: Params, w: Params, step: int, batch_size: int | None
     ) -> Params:
         """Whichever works."""
         if inner.problem.twice_differentiable:
             try:
                 return Autograd()(inner, d, w, step, batch_size)
             except (NotImplementedError, RuntimeError) as error:
-                inner.problem.twice_differentiable = False
-                logger.warning(
-                    "products: MAML takes Hessian products from differences of gradients from now"
-                    " on, as autograd cannot: %s",
-                    error,
-                )
+                take_differences(inner.problem, error)
         self.name = Difference.name
         return self._difference(inner, d, w, step, batch_size)
+
+
+def take_differences(problem: Known, error: Exception) -> None:
+    """From now on, and say why."""
+    problem.twice_differentiable = False
+    logger.warning(
+        "products: Hessian products come from differences of gradients from now on, as autograd"
+        " cannot make them: %s",
+        error,
+    )
+
+
+def made(
+    how: Literal["auto", "autograd", "difference", "unrolled"],
+    epsilon: float | Literal["auto"],
+    problem: Known,
+) -> Products:
+    """The products of this name."""
+    if how == "autograd":
+        return Autograd()
+    epsilon = usual_epsilon(problem) if epsilon == "auto" else epsilon
+    return Difference(epsilon) if how == "difference" else Either(epsilon)
+
+
+def check_epsilon(epsilon: float | Literal["auto"]) -> None:
+    """Raise where it is none."""
+    if epsilon != "auto":
+        check_positive(epsilon, "epsilon", "It is relative to the parameters' norm; or 'auto'.")
 
 
 def _size(theta: Params, d: Params) -> Tensor:

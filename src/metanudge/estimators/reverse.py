@@ -16,7 +16,7 @@ so of their own products.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -25,7 +25,7 @@ from metanudge.estimators.identity import query_gradient
 from metanudge.estimators.products import Products
 from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, norm, zeros_like
-from metanudge.solvers.adjoint import Adjoint, LinearUpdate, Update
+from metanudge.solvers.adjoint import Adjoint, LinearUpdate, Point, PulledBack, Update
 from metanudge.solvers.base import Oracle
 from metanudge.solvers.trajectory import Keep, solve
 
@@ -58,12 +58,11 @@ def there_and_back(
     del solution
     adjoint = update.pull_back_result(q)
     del q
-    for step, point in way.backwards():
-        back = update.pull_back(step, point, adjoint)
-        before, w, factor = back.before, back.by_gradient, back.factor
+
+    def bend(step: int, point: Point, back: PulledBack) -> Params:
+        w, factor = back.by_gradient, back.factor
         if update.rates is not None:
             update.rates.accumulate(total.gradient, step, back.by_rate, 1 / total.num_tasks)
-        del back
         hw = products(inner, point.d, w, step, update.batch_size)
         by_shared = {n: hw.pop(n) for n in problem.shared}
         quantity = f"Hessian product of inner step {step}, on the way back,"
@@ -72,16 +71,43 @@ def there_and_back(
             total.add(hw, factor)
         if by_shared:
             total.add(by_shared, factor)
-        hw = _through_the_term(total, inner, point.d, w, hw, factor)
-        for name, leaf in hw.items():
-            torch.add(before.d[name], leaf, alpha=factor, out=leaf)
-        adjoint = Adjoint(hw, before.memory)
-        del before, w, hw, by_shared  # or they would still be alive during the next product
-        if step and weights[step - 1]:
-            d = update.result(point.d, point.memory)
-            adjoint += update.pull_back_result(_query_part(total, inner, d, weights[step - 1]))
+        return _through_the_term(total, inner, point.d, w, hw, factor)
+
+    def join(step: int, point: Point) -> Adjoint | None:
+        if not step or not weights[step - 1]:
+            return None
+        d = update.result(point.d, point.memory)
+        return update.pull_back_result(_query_part(total, inner, d, weights[step - 1]))
+
+    walk_back(way.backwards(), update.pull_back, adjoint, bend, join)
     if isinstance(update, LinearUpdate) and update.by_strong_convexity is not None:
         _add_momentum(total, inner, update.by_strong_convexity)
+
+
+def walk_back(
+    way: Iterable[tuple[int, Point]],
+    pull_back: Callable[[int, Point, Adjoint], PulledBack],
+    adjoint: Adjoint,
+    bend: Callable[[int, Point, PulledBack], Params],
+    join: Callable[[int, Point], Adjoint | None] | None = None,
+) -> None:
+    """From the last step to the first: what a derivative by the end of a step is by its beginning.
+
+    Args:
+        pull_back: the step's own vector–Jacobian product, see `Update.pull_back`.
+        bend: how the gradient that the step was made with changes along w = ∂L/∂g, by what it
+            started from; without the factor that w is to be multiplied by.
+        join: derivatives of further losses at the beginning of a step, where there are some.
+    """
+    for step, point in way:
+        back = pull_back(step, point, adjoint)
+        before, hw = back.before, bend(step, point, back)
+        for name, leaf in hw.items():
+            torch.add(before.d[name], leaf, alpha=back.factor, out=leaf)
+        adjoint = Adjoint(hw, before.memory)
+        del before, back, hw  # or they would still be alive during the next product
+        if join is not None and (more := join(step, point)) is not None:
+            adjoint += more
 
 
 def _query_part(total: MetaGradient, inner: Inner, d: Params, weight: float) -> Params:

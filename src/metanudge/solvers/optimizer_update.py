@@ -5,7 +5,7 @@ be differentiated: what `TorchOptimizer` does with torch's own, foreach, fused o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -147,6 +147,31 @@ def _down(d: Tensor, along: Tensor, lr: float | Tensor) -> Tensor:
     return torch.add(d, along, alpha=-lr)
 
 
+@dataclass(frozen=True)
+class Still(Rule):
+    """What an optimizer does to a parameter without a gradient: nothing."""
+
+    lr = 0.0
+    linear = True
+
+    @property
+    def remembers(self) -> int:
+        """Nothing new."""
+        return 0
+
+    def move(
+        self,
+        step: int,
+        lr: float | Tensor,
+        d: Tensor,
+        g: Tensor,
+        *memory: Tensor,
+        floor: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """As it is."""
+        return d, *memory
+
+
 class OptimizerUpdate(Update):
     """The steps of a `TorchOptimizer`."""
 
@@ -164,7 +189,7 @@ class OptimizerUpdate(Update):
         with torch.no_grad():
             moved = {
                 n: self._rule.move(
-                    step, self._rate(n, step, leaf), leaf, g[n], *(part[n] for part in memory)
+                    step, self._rate(step, n, leaf), leaf, g[n], *(part[n] for part in memory)
                 )
                 for n, leaf in d.items()
             }
@@ -183,28 +208,46 @@ class OptimizerUpdate(Update):
 
     def pull_back(self, step: int, point: Point, after: Adjoint) -> PulledBack:
         """By autograd through the step, entry by entry."""
-        floor = None if self._rule.linear or point.g is None else _rounding_of(point.g)
-        found: dict[str, Sequence[Tensor]] = {}
-        by_rate: Params = {}
-        for name, d in point.d.items():
-            g = d if point.g is None else point.g[name]
-            move = partial(
-                self._rule.move, step, floor=None if floor is None else per_row(floor, d)
-            )
-            leaves = [d, g, *(part[name] for part in point.memory)]
-            ends = [after.d[name], *(part[name] for part in after.memory)]
-            rate = self._rate(name, step, d)
-            if isinstance(rate, Tensor):
-                by_rate[name], *found[name] = pulled_back(move, [rate, *leaves], ends)
-            else:
-                found[name] = pulled_back(partial(move, rate), leaves, ends)
-        by_d, by_g, *by_memory = (
-            {n: ends[i] for n, ends in found.items()} for i in range(2 + len(point.memory))
-        )
-        return PulledBack(Adjoint(by_d, tuple(by_memory)), by_g, by_rate=by_rate)
+        rules = dict.fromkeys(point.d, (self._rule, step))
+        return pulled_through(rules, point, after, partial(self._rate, step))
 
-    def _rate(self, name: str, step: int, like: Tensor) -> float | Tensor:
+    def _rate(self, step: int, name: str, like: Tensor) -> float | Tensor:
         return self._rule.lr if self.rates is None else self.rates.of(name, step, like)
+
+
+def pulled_through(
+    rules: Mapping[str, tuple[Rule, int]],
+    point: Point,
+    after: Adjoint,
+    rate_of: Callable[[str, Tensor], float | Tensor] | None = None,
+) -> PulledBack:
+    """What derivatives by the end of a step are by what it was made of; with a rule for each
+    parameter, and how many steps it has made before.
+
+    Args:
+        rate_of: the learning rate of a parameter, a tensor where it is learned; the rule's own by
+            default.
+    """
+    linear = all(rule.linear for rule, _ in rules.values())
+    floor = None if linear or point.g is None else _rounding_of(point.g)
+    found: dict[str, Sequence[Tensor]] = {}
+    by_rate: Params = {}
+    for name, d in point.d.items():
+        rule, time = rules[name]
+        # a linear step has the same derivative everywhere
+        g = d if point.g is None else point.g[name]
+        move = partial(rule.move, time, floor=None if floor is None else per_row(floor, d))
+        leaves = [d, g, *(part[name] for part in point.memory)]
+        ends = [after.d[name], *(part[name] for part in after.memory)]
+        rate = rule.lr if rate_of is None else rate_of(name, d)
+        if isinstance(rate, Tensor):
+            by_rate[name], *found[name] = pulled_back(move, [rate, *leaves], ends)
+        else:
+            found[name] = pulled_back(partial(move, rate), leaves, ends)
+    by_d, by_g, *by_memory = (
+        {n: ends[i] for n, ends in found.items()} for i in range(2 + len(point.memory))
+    )
+    return PulledBack(Adjoint(by_d, tuple(by_memory)), by_g, by_rate=by_rate)
 
 
 def _rounding_of(g: Params) -> Tensor:
@@ -216,22 +259,37 @@ def _rounding_of(g: Params) -> Tensor:
 
 def rule_of(solver: TorchOptimizer) -> Rule:
     """The rule of a solver's optimizer; raises, by name, where none is known."""
-    optimizer = solver.build([torch.zeros(1, 1)])
-    kind, groups = type(optimizer), optimizer.param_groups
-    options: dict[str, Any] = groups[0]
-    refused = [name for name in ("amsgrad", "maximize") if options.get(name)]
-    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) or refused:
-        unknown = kind.__name__ + (f"({refused[0]}=True)" if refused else "")
-        raise TypeError(
-            f"MAML differentiates the solver's steps, and of torch's optimizers it knows those of"
-            f" {_KNOWN}, but not of {unknown}. Use one of these or GradientDescent or Nesterov, or"
-            " an estimator that needs no steps (FOBMAML, IMAML)."
-        )
+    (rule,) = rules_of(
+        solver.build([torch.zeros(1, 1)]),
+        "MAML differentiates the solver's steps, and",
+        " or GradientDescent or Nesterov, or an estimator that needs no steps (FOBMAML, IMAML)",
+    )
+    return rule
+
+
+def rules_of(optimizer: torch.optim.Optimizer, why: str, instead: str = "") -> list[Rule]:
+    """The rule of each of an optimizer's groups, with its present options; raises, by name, where
+    none is known.
+    """
+    kind = type(optimizer)
+    for options in optimizer.param_groups:
+        refused = [name for name in ("amsgrad", "maximize") if options.get(name)]
+        if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) or refused:
+            unknown = kind.__name__ + (f"({refused[0]}=True)" if refused else "")
+            raise TypeError(
+                f"{why} of torch's optimizers it knows those of {_KNOWN}, but not of {unknown}. Use"
+                f" one of these{instead}."
+            )
+    return [_rule(kind, options) for options in optimizer.param_groups]
+
+
+def _rule(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> Rule:
     if kind is torch.optim.SGD:
         return Momentum(
             float(options["lr"]),
             options["momentum"],
-            options["dampening"],
+            # without momentum torch's has no meaning
+            options["dampening"] if options["momentum"] else 0.0,
             float(options["weight_decay"]),
             options["nesterov"],
         )

@@ -38,7 +38,7 @@ class Trajectory:
         """
         end = self._end
         for first in sorted(self._points, reverse=True):
-            points = self._segment(first, _moved(self._points.pop(first), self._fetch), end)
+            points = self._segment(first, moved(self._points.pop(first), self._fetch), end)
             while points:
                 yield first + len(points) - 1, points.pop()
             end = first
@@ -79,17 +79,17 @@ def solve(
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         keep = "device" if keep in ("auto", "host") else keep  # a recording cannot leave it
     if keep == "auto":
-        keep = _chosen(d, memory, last, gradients=update.needs_gradient)
+        keep = chosen(d, memory, last, gradients=update.needs_gradient)
     stride = math.isqrt(max(last - 1, 0)) + 1 if keep == "recompute" else 1
     points: dict[int, Point] = {}
     trace = Trace(oracle)
-    away: Callable[[Tensor], Tensor] = _to_host if keep == "host" else _as_it_is
+    away: Callable[[Tensor], Tensor] = to_host if keep == "host" else as_it_is
     for step in range(update.steps):
         loss, g = oracle.gradient(d, step, update.batch_size)
         trace.record(loss, g)
         if step >= begin and (step - begin) % stride == 0:
             noted = g if update.needs_gradient and keep != "recompute" else None
-            points[step] = _moved(Point(d, memory, noted), away)
+            points[step] = moved(Point(d, memory, noted), away)
         d, memory = update.advance(step, d, g, memory)
         # or the old gradient would still be alive while the next forward pass stores its
         # activations
@@ -102,11 +102,12 @@ def solve(
         oracle,
         points,
         update.steps,
-        (lambda leaf: leaf.to(device, non_blocking=True)) if keep == "host" else _as_it_is,
+        (lambda leaf: leaf.to(device, non_blocking=True)) if keep == "host" else as_it_is,
     )
 
 
-def _chosen(d: Params, memory: Memory, last: int, *, gradients: bool) -> Keep:
+def chosen(d: Params, memory: Memory, last: int, *, gradients: bool) -> Literal["device", "host"]:
+    """Where so many points fit."""
     leaf = next(iter(d.values()))
     if leaf.device.type != "cuda":
         return "device"
@@ -118,26 +119,29 @@ def _chosen(d: Params, memory: Memory, last: int, *, gradients: bool) -> Keep:
     return "device" if last * size <= _SHARE * free else "host"
 
 
-def _as_it_is(leaf: Tensor) -> Tensor:
+def as_it_is(leaf: Tensor) -> Tensor:
+    """Where it is."""
     return leaf
 
 
-def _to_host(leaf: Tensor) -> Tensor:
+def to_host(leaf: Tensor) -> Tensor:
+    """Into pinned memory, without waiting."""
     if leaf.device.type == "cpu":
         return leaf
     kept = torch.empty_like(leaf, device="cpu", pin_memory=True)
     return kept.copy_(leaf, non_blocking=True)
 
 
-def _moved(point: Point, move: Callable[[Tensor], Tensor]) -> Point:
-    if move is _as_it_is:
+def moved(point: Point, move: Callable[[Tensor], Tensor]) -> Point:
+    """All its tensors to another place."""
+    if move is as_it_is:
         return point
 
-    def moved(part: Params) -> Params:
+    def each(part: Params) -> Params:
         return {n: move(leaf) for n, leaf in part.items()}
 
     return Point(
-        moved(point.d),
-        tuple(moved(part) for part in point.memory),
-        None if point.g is None else moved(point.g),
+        each(point.d),
+        tuple(each(part) for part in point.memory),
+        None if point.g is None else each(point.g),
     )
