@@ -30,7 +30,7 @@ import metanudge as mn
 from metanudge.estimators import ESTIMATORS, Estimator
 from metanudge.estimators.ladder import LADDER
 from metanudge.models import MODELS
-from metanudge.problem import takes_model
+from metanudge.objective import takes_model
 from metanudge.solvers import SOLVERS, Solver
 from metanudge.tasks import SOURCES, Episodes, Labelled
 from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded, transformer

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         Reptile,
         Stats,
+        ZeroGradientWarning,
     )
     from metanudge.evaluation import Evaluation
     from metanudge.gradcheck import GradientReport, check_gradient
@@ -50,6 +51,7 @@ _HOMES = {
         "NonFiniteError",
         "Reptile",
         "Stats",
+        "ZeroGradientWarning",
     ),
     "gradcheck": ("GradientReport", "check_gradient"),
     "evaluation": ("Evaluation",),
@@ -65,7 +67,8 @@ __all__ = [  # noqa: RUF022 — grouped by what they are for
     "FOBMAML", "MAML", "FOMAML", "Reptile", "IMAML", "ESMAML", "Exact",
     "GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG",
     "hypergradient", "solve_bilevel", "Hypergradient",
-    "check_gradient", "GradientReport", "DivergenceWarning", "NonFiniteError", "StackingError",
+    "check_gradient", "GradientReport", "DivergenceWarning", "ZeroGradientWarning",
+    "NonFiniteError", "StackingError",
     "models", "optim", "tasks", "tuning", "__version__",
 ]  # fmt: skip
 

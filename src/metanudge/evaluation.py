@@ -15,7 +15,8 @@ from metanudge.engines import Cost, Engine, InplaceEngine
 from metanudge.engines.inplace import InplaceInner
 from metanudge.estimators import NonFiniteError
 from metanudge.estimators.run import advice_on
-from metanudge.problem import Objective, Problem
+from metanudge.objective import Objective
+from metanudge.problem import Problem
 from metanudge.solvers import Solver
 from metanudge.task import Batch, Task, TaskBatch
 

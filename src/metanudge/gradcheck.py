@@ -27,7 +27,8 @@ from metanudge.estimators import (
 )
 from metanudge.estimators.run import advice_on
 from metanudge.learner import MetaLearner, Tasks
-from metanudge.problem import Objective, Problem
+from metanudge.objective import Objective
+from metanudge.problem import Problem
 from metanudge.solvers import NewtonCG, Solver
 from metanudge.task import TaskBatch
 from metanudge.tuning import NuTuner, Where, is_automatic

@@ -18,8 +18,9 @@ from metanudge.engines.undisturbed import obey
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, Stats, meta_gradient
 from metanudge.estimators.run import Watch
 from metanudge.evaluation import Evaluation, adapted, evaluate, with_steps
+from metanudge.objective import Loss
 from metanudge.params import Params
-from metanudge.problem import Loss, Problem
+from metanudge.problem import Problem
 from metanudge.proximal import Per, Regulariser, Stiffness
 from metanudge.setting import Setting, add_to_grad, at_work, meta_loss
 from metanudge.solvers import EXAMPLES, GradientDescent, Solver
@@ -37,7 +38,10 @@ class MetaLearner(Setting):
         model: any `nn.Module`, neither patched nor copied; its parameters that require grad are θ.
         loss: `loss(output, target)` for batches `(inputs, targets)`, or `loss(model, batch)` for
             anything else (its first parameter must then be named `model`, `module`, `net` or
-            `network`, or be annotated as an `nn.Module`). Must return a scalar.
+            `network`, or be annotated as an `nn.Module`). Must return a scalar, or a scalar and a
+            dict of numbers, whose means come with the statistics. Left out, it is the model's own:
+            `model(**batch).loss`, as models of Hugging Face compute it from `labels`. Of an output
+            with `logits` they are the output; accuracy is measured where they meet integer labels.
         lam: stiffness λ of the proximal term ½λ‖φ − θ‖², 2.0 by default: a number, a mapping from
             parameter name to a number, or to a tensor of the parameter's shape; or an operator, a
             function that multiplies one task's dict of displacements with a symmetric
@@ -79,7 +83,7 @@ class MetaLearner(Setting):
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: Loss | None = None,
         *,
         lam: Stiffness | None = None,
         learn_lam: Per | None = None,

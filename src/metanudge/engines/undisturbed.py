@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from metanudge.problem import Problem
 
@@ -210,12 +211,7 @@ class Guard:
         # a loss may have parameters of its own
         self._gradients = [(p, p.grad) for p in problem.objective.parameters()]
         self.theta = {n: p.detach().clone() for n, p in problem.parameters.items()}
-        model = problem.objective.model
-        self._buffers = [
-            _Buffer(module, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-        ]
+        self.buffers = [Buffer(module, name) for module, name in buffers_of(problem.modules)]
         self._versions = {n: p._version for n, p in problem.parameters.items()}
         self._shared = problem.shared
 
@@ -255,7 +251,8 @@ class Guard:
         """Undo what a forward pass did to the buffers: BatchNorm's running statistics and the
         like.
         """
-        for buffer in self._buffers:
+        for buffer in self.buffers:
+            buffer.look()
             buffer.restore()
 
     def restore(self) -> None:
@@ -266,22 +263,75 @@ class Guard:
             parameter.data.copy_(self.theta[name])
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        self.restore_buffers()
+        for buffer in self.buffers:
+            buffer.restore()
         torch.clear_autocast_cache()
 
 
-@dataclass
-class _Buffer:
-    module: nn.Module
-    name: str
-    tensor: Tensor | None
-    value: Tensor | None
+_LARGE = 2**16  # bytes
+# Large buffers that are known not to be written, by name, of modules in these modes.
+_still: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """Where the buffers are."""
+    return ((module, name) for module in modules for name in module._buffers)
+
+
+def is_constant(module: nn.Module, name: str) -> bool:
+    """Whether a buffer is large and no running statistic: quantised weights, masks, tables that no
+    checkpoint holds.
+    """
+    buffer = module._buffers[name]
+    if buffer is None or buffer.numel() * buffer.element_size() < _LARGE:
+        return False
+    if buffer.is_meta or buffer.is_inference():  # without values, or without a version
+        return False
+    return not buffer.is_floating_point() or name in module._non_persistent_buffers_set
+
+
+class Buffer:
+    """A buffer as it was, and a copy of its values, unless it is a constant that no forward pass
+    was seen to write.
+
+    A constant is compared with its copy after the first evaluation, and does without one from then
+    on: its version counter is watched instead. Others are always put back, since BatchNorm's
+    kernels and writes through `.data` leave no trace in the version counter.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+        self._tensor = tensor = module._buffers[name]
+        self._mode = (name, module.training)
+        self._constant = is_constant(module, name)
+        self._version = tensor._version if tensor is not None and self._constant else 0
+        known = self._constant and self._mode in _still.get(module, ())
+        self._value = None if tensor is None or known else tensor.detach().clone()
+
+    def look(self) -> None:
+        """After an evaluation: whether a constant is one."""
+        if not self._constant or self._tensor is None:
+            return
+        if self._value is None:
+            if self._tensor._version == self._version:
+                return
+            _still[self._module].discard(self._mode)
+            raise RuntimeError(
+                f"The forward pass has written to the buffer {self._name!r} of"
+                f" {type(self._module).__name__} in place, which it did not do at first; its values"
+                " could not be put back. The next call will keep a copy of them."
+            )
+        self._constant = self._tensor._version == self._version and torch.equal(
+            self._tensor, self._value
+        )
+        if self._constant:
+            _still.setdefault(self._module, set()).add(self._mode)
+            self._value = None
 
     def restore(self) -> None:
-        if self.module._buffers[self.name] is not self.tensor:
-            self.module._buffers[self.name] = self.tensor
-        # Always: BatchNorm's kernels and writes through .data leave no trace in the version
-        # counter.
-        if self.tensor is not None:
-            assert self.value is not None
-            self.tensor.data.copy_(self.value)
+        """Put it back."""
+        if self._module._buffers[self._name] is not self._tensor:
+            self._module._buffers[self._name] = self._tensor
+        if self._value is not None:
+            assert self._tensor is not None
+            self._tensor.data.copy_(self._value)
