@@ -4,8 +4,8 @@ user's own training loop takes over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,14 @@ from metanudge.engines.randomness import mix
 from metanudge.engines.undisturbed import obey
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, Stats, meta_gradient
 from metanudge.estimators.run import Watch
-from metanudge.evaluation import Evaluation, adapted, evaluate, with_steps
+from metanudge.evaluation import (
+    Evaluation,
+    adapted_copy,
+    adapted_in_place,
+    displacement,
+    evaluate,
+    with_steps,
+)
 from metanudge.objective import Loss
 from metanudge.params import Params
 from metanudge.problem import Problem
@@ -109,6 +116,7 @@ class MetaLearner(Setting):
         self.tuner = NuTuner()
         self._choice = EngineChoice()
         self._watch = Watch()
+        self._away = False
         self._wish()
         self._settle()
 
@@ -218,13 +226,67 @@ class MetaLearner(Setting):
     def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
         """A copy of the model adapted to a support set; the learner and its model stay as they are.
 
+        What does not adapt and is not learned either is not copied: the copy shares the model's
+        frozen parameters, and large buffers that no forward pass writes.
+
         Args:
             support: a batch as in `Task.support`, usually `(inputs, targets)`.
             steps: number of steps, if not the solver's own.
             seed: of dropout masks and minibatches.
         """
         with self._at_work(alone=False) as own:
-            return adapted(own, self.adapting, support, with_steps(self.solver, steps), seed)
+            return adapted_copy(own, self.adapting, support, with_steps(self.solver, steps), seed)
+
+    @contextmanager
+    def adapted(
+        self, support: Batch, *, steps: int | None = None, seed: int = 0
+    ) -> Iterator[nn.Module]:
+        """Within, the learner's own model is adapted to a support set, in the memory of one copy of
+        what adapts and one of how far it has moved; then it is as it was, also after an error.
+
+        Args:
+            support, steps, seed: as in `adapt`.
+
+        Example:
+            >>> import torch
+            >>> learner = MetaLearner(nn.Linear(1, 1), nn.functional.mse_loss)
+            >>> x = torch.linspace(-1.0, 1.0, 5)[:, None]
+            >>> with learner.adapted((x, 3 * x)) as model:
+            ...     same, inside = model is learner.model, model(x)
+            >>> same, torch.equal(inside, learner.model(x))
+            (True, False)
+        """
+        with self._at_work() as problem:
+            moved = displacement(problem, support, with_steps(self.solver, steps), seed)
+        self._away = True
+        try:
+            with adapted_in_place(problem, moved) as model:
+                yield model
+        finally:
+            self._away = False
+
+    def adapted_state(
+        self, support: Batch, *, steps: int | None = None, seed: int = 0
+    ) -> dict[str, Tensor]:
+        """What adapts, after adaptation to a support set: a part of a `state_dict` of the model,
+        for `load_state_dict(state, strict=False)`.
+
+        Many users' adapters are kept in this way beside one model; of a PEFT model,
+        `model.save_pretrained(folder, state_dict=state)` saves one.
+
+        Args:
+            support, steps, seed: as in `adapt`.
+
+        Example:
+            >>> import torch
+            >>> learner = MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss, adapt="bias")
+            >>> x = torch.ones(3, 2)
+            >>> list(learner.adapted_state((x, x[:, :1])))
+            ['bias']
+        """
+        with self._at_work() as problem:
+            moved = displacement(problem, support, with_steps(self.solver, steps), seed)
+            return {n: (p.detach() + moved[n]).to(p) for n, p in problem.parameters.items()}
 
     def evaluate(self, tasks: Tasks, *, steps: int | None = None, seed: int = 0) -> Evaluation:
         """Adapt to every task's support set and measure on its query set. Changes nothing."""
@@ -250,4 +312,9 @@ class MetaLearner(Setting):
         return Wish(self.engine, self.chunk, self.estimator, self.solver)
 
     def _at_work(self, *, alone: bool = True) -> AbstractContextManager[Problem]:
+        if self._away:
+            raise RuntimeError(
+                "Within `with learner.adapted(...)` the model holds what it has adapted to, not θ."
+                " Leave the block first, or use learner.adapt, which makes a copy."
+            )
         return at_work(self, compile=self.compiled, alone=alone)

@@ -155,17 +155,22 @@ class Problem:
 
     @cached_property
     def parts(self) -> frozenset[int]:
-        """Identities of the modules of model and loss that have tensors, and of these tensors."""
-        modules = [
-            (m, [*m._parameters.values(), *m._buffers.values()]) for m in self.objective.modules()
-        ]
-        return frozenset(
-            id(part)
-            for module, tensors in modules
-            if tensors
-            for part in (module, *tensors)
-            if part is not None
-        )
+        """Identities of the modules of model and loss that have tensors, and of those tensors that
+        solves or forward passes may write; models may share the others.
+        """
+        found: set[int] = set()
+        for module in self.objective.modules():
+            if module._parameters or module._buffers:
+                found.add(id(module))
+            found |= {
+                id(p) for p in module._parameters.values() if p is not None and p.requires_grad
+            }
+            found |= {
+                id(b)
+                for name, b in module._buffers.items()
+                if b is not None and not is_constant(module, name)
+            }
+        return frozenset(found)
 
     @property
     def lam(self) -> Params:
@@ -205,6 +210,21 @@ class Problem:
                             f" {tuple(tensor.shape)} but the model's parameters are {wanted}. Cast"
                             f" one of them: tasks.to({wanted}) or learner.to({tensor.dtype})."
                         )
+
+
+_LARGE = 2**16  # bytes
+
+
+def is_constant(module: nn.Module, name: str) -> bool:
+    """Whether a buffer is large and no running statistic: quantised weights, masks, tables that no
+    checkpoint holds.
+    """
+    buffer = module._buffers[name]
+    if buffer is None or buffer.numel() * buffer.element_size() < _LARGE:
+        return False
+    if buffer.is_meta or buffer.is_inference():  # without values, or without a version
+        return False
+    return not buffer.is_floating_point() or name in module._non_persistent_buffers_set
 
 
 # By name: to import FSDP takes a second, and nobody has one wrapped who has not.

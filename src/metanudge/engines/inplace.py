@@ -277,11 +277,6 @@ class InplaceInner(Inner):
         """A group of one is apart already."""
         return self
 
-    def adopt(self, d: Params) -> None:
-        """Leave θ + d in the module for good: what `adapt` does on a copy of the user's module."""
-        self._write(d)
-        self._guard.theta = {n: p.detach().clone() for n, p in self.problem.parameters.items()}
-
     def _write(
         self, d: Params | None, along: Params | None = None, by: Tensor | None = None
     ) -> None:

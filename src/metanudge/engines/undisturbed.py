@@ -24,12 +24,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from metanudge.problem import Problem
+from metanudge.problem import Problem, is_constant
 
 PATIENCE = 2.0
 """Seconds that a signal waits; then one more is obeyed wherever the program is, since the
@@ -211,7 +211,9 @@ class Guard:
         # a loss may have parameters of its own
         self._gradients = [(p, p.grad) for p in problem.objective.parameters()]
         self.theta = {n: p.detach().clone() for n, p in problem.parameters.items()}
-        self.buffers = [Buffer(module, name) for module, name in buffers_of(problem.modules)]
+        self.buffers = [
+            Buffer(module, name) for module in problem.modules for name in module._buffers
+        ]
         self._versions = {n: p._version for n, p in problem.parameters.items()}
         self._shared = problem.shared
 
@@ -268,31 +270,18 @@ class Guard:
         torch.clear_autocast_cache()
 
 
-_LARGE = 2**16  # bytes
-# Large buffers that are known not to be written, by name, of modules in these modes.
-_still: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
+# In which modes (training or not) of its module a constant was seen not to be written.
+_still = WeakTensorKeyDictionary()
 
 
-def buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """Where the buffers are."""
-    return ((module, name) for module in modules for name in module._buffers)
-
-
-def is_constant(module: nn.Module, name: str) -> bool:
-    """Whether a buffer is large and no running statistic: quantised weights, masks, tables that no
-    checkpoint holds.
-    """
-    buffer = module._buffers[name]
-    if buffer is None or buffer.numel() * buffer.element_size() < _LARGE:
-        return False
-    if buffer.is_meta or buffer.is_inference():  # without values, or without a version
-        return False
-    return not buffer.is_floating_point() or name in module._non_persistent_buffers_set
+def stands_still(module: nn.Module, name: str) -> bool:
+    """Whether a constant is known not to be written by forward passes in the present mode."""
+    return module.training in _still.get(module._buffers[name], ())
 
 
 class Buffer:
-    """A buffer as it was, and a copy of its values, unless it is a constant that no forward pass
-    was seen to write.
+    """A buffer as it was, and a copy of its values, unless it is a constant (`is_constant`) that no
+    forward pass was seen to write.
 
     A constant is compared with its copy after the first evaluation, and does without one from then
     on: its version counter is watched instead. Others are always put back, since BatchNorm's
@@ -302,10 +291,9 @@ class Buffer:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
         self._tensor = tensor = module._buffers[name]
-        self._mode = (name, module.training)
         self._constant = is_constant(module, name)
         self._version = tensor._version if tensor is not None and self._constant else 0
-        known = self._constant and self._mode in _still.get(module, ())
+        known = self._constant and stands_still(module, name)
         self._value = None if tensor is None or known else tensor.detach().clone()
 
     def look(self) -> None:
@@ -315,7 +303,7 @@ class Buffer:
         if self._value is None:
             if self._tensor._version == self._version:
                 return
-            _still[self._module].discard(self._mode)
+            _still[self._tensor].discard(self._module.training)
             raise RuntimeError(
                 f"The forward pass has written to the buffer {self._name!r} of"
                 f" {type(self._module).__name__} in place, which it did not do at first; its values"
@@ -325,7 +313,7 @@ class Buffer:
             self._tensor, self._value
         )
         if self._constant:
-            _still.setdefault(self._module, set()).add(self._mode)
+            _still.setdefault(self._tensor, set()).add(self._module.training)
             self._value = None
 
     def restore(self) -> None:
