@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from metanudge.engine_choice import EngineChoice, EngineName, Wish
@@ -16,6 +17,7 @@ from metanudge.engines import Engine
 from metanudge.engines.randomness import mix
 from metanudge.engines.undisturbed import obey
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, Stats, meta_gradient
+from metanudge.estimators.ladder import LADDER
 from metanudge.estimators.run import Watch
 from metanudge.evaluation import (
     Evaluation,
@@ -36,6 +38,7 @@ from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
 Tasks = TaskBatch | Task | Iterable[Task]
+_RUNGS, _UNKNOWN = len(LADDER) - 1, -1.0
 
 
 class MetaLearner(Setting):
@@ -50,10 +53,11 @@ class MetaLearner(Setting):
             `model(**batch).loss`, as models of Hugging Face compute it from `labels`. Of an output
             with `logits` they are the output; accuracy is measured where they meet integer labels.
         lam: stiffness λ of the proximal term ½λ‖φ − θ‖², 2.0 by default: a number, a mapping from
-            parameter name to a number, or to a tensor of the parameter's shape; or an operator, a
-            function that multiplies one task's dict of displacements with a symmetric
-            positive-definite matrix (checked on random directions). `MAML`, `FOMAML` and `Reptile`
-            take 0, too: no proximal term.
+            parameter name to a number, or to a tensor of the parameter's shape, where names may be
+            patterns (`{"*lora_*": 5.0, "*": 1.0}`: an exact name counts first, then the first
+            pattern that fits); or an operator, a function that multiplies one task's dict of
+            displacements with a symmetric positive-definite matrix (checked on random directions).
+            `MAML`, `FOMAML` and `Reptile` take 0, too: no proximal term.
         learn_lam: meta-learn λ as well, starting at `lam`: `"scalar"`, one for all parameters,
             `"tensor"`, one each, or `"parameter"`, one per entry. Kept as log λ in
             `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a
@@ -192,6 +196,36 @@ class MetaLearner(Setting):
         """A meta-gradient was made, and has reached whom it was for."""
         self.tuner.count()
         self.calls += 1
+
+    def get_extra_state(self) -> Tensor:
+        """What `state_dict` holds besides tensors: how many meta-gradients were made, which seeds
+        follow, and what was found about ν. One tensor, as files of tensors want it.
+        """
+        state = self.tuner.state_dict()
+        known = state["disagreement"] or [_UNKNOWN] * _RUNGS
+        nu = state["nu"] or _UNKNOWN
+        values = [self.calls, nu, state["age"], state["gradients"], *known]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Go on from `get_extra_state`'s result."""
+        calls, nu, age, gradients, *known = state.tolist()
+        self.calls = int(calls)
+        self.tuner.load_state_dict(
+            {
+                "nu": None if nu == _UNKNOWN else nu,
+                "age": int(age),
+                "gradients": int(gradients),
+                "disagreement": None if _UNKNOWN in known else known,
+            }
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *more: Any, **named: Any
+    ) -> None:
+        """State dicts of version 0.1 have no such state: they begin with what there is."""
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
+        super()._load_from_state_dict(state_dict, prefix, *more, **named)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what is no solver or estimator where it is given."""
