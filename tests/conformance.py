@@ -30,7 +30,7 @@ import metanudge as mn
 from metanudge.estimators import ESTIMATORS, Estimator
 from metanudge.estimators.ladder import LADDER
 from metanudge.models import MODELS
-from metanudge.problem import takes_model
+from metanudge.objective import takes_model
 from metanudge.solvers import SOLVERS, Solver
 from metanudge.tasks import SOURCES, Episodes, Labelled
 from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded, transformer
@@ -243,7 +243,7 @@ def check_engines_agree(
     assert error < tol, f"the engines differ by {error:.1e}"
     # Rows that stop early still ride along with the others on the stacked engine: there the number
     # of gradients differs.
-    different = {"engine", "path", "products"}
+    different = {"engine", "path", "products", "extra"}
     # All steps at once keep each gradient's graph; one at a time, a product makes its own.
     if stats.products != other.products:
         different |= {"support_gradients"}

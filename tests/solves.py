@@ -6,7 +6,8 @@ import torch
 
 import metanudge as mn
 from metanudge.engines import Cost, InplaceEngine, StackedEngine
-from metanudge.problem import Objective, Problem
+from metanudge.objective import Objective
+from metanudge.problem import Problem
 from metanudge.solvers import Solution, Solver
 from metanudge.solvers.base import join
 from problems import Setup, logistic_regression

@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
 LAYERS = (
     {"version", "names"},
     {"params", "task"},
-    {"proximal"},
+    {"proximal", "objective"},
     {"rates"},
     {"problem"},
     {"solvers"},

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metanudge as mn
-from metanudge.problem import takes_model
+from metanudge.objective import takes_model
 from metanudge.solvers import EXAMPLES
 
 

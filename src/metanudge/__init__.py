@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         Reptile,
         Stats,
+        ZeroGradientWarning,
     )
     from metanudge.evaluation import Evaluation
     from metanudge.gradcheck import GradientReport, check_gradient
@@ -51,6 +52,7 @@ _HOMES = {
         "NonFiniteError",
         "Reptile",
         "Stats",
+        "ZeroGradientWarning",
     ),
     "gradcheck": ("GradientReport", "check_gradient"),
     "evaluation": ("Evaluation",),
@@ -67,7 +69,8 @@ __all__ = [  # noqa: RUF022 — grouped by what they are for
     "FOBMAML", "MAML", "FOMAML", "Reptile", "IMAML", "ESMAML", "Exact",
     "GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG", "InnerRates",
     "hypergradient", "solve_bilevel", "Hypergradient", "Unrolled",
-    "check_gradient", "GradientReport", "DivergenceWarning", "NonFiniteError", "StackingError",
+    "check_gradient", "GradientReport", "DivergenceWarning", "ZeroGradientWarning",
+    "NonFiniteError", "StackingError",
     "models", "optim", "tasks", "tuning", "__version__",
 ]  # fmt: skip
 

@@ -112,6 +112,8 @@ class EngineChoice:
             return stacked, f"{type(wish.estimator).__name__} needs it"
         if self.cannot_stack is not None and self._about is problem:
             return InplaceEngine(), "the model cannot be stacked"
+        if _is_moved_about(problem):
+            return InplaceEngine(), "hooks move the model's weights between devices"
         if not isinstance(wish.solver, LinearSolver):
             return InplaceEngine(), f"{type(wish.solver).__name__} works on one task at a time"
         if problem.device.type == "cpu":
@@ -169,4 +171,17 @@ def _choose_on_cpu(
 
 
 def _size(problem: Problem) -> int:
-    return sum(p.numel() for p in (*problem.parameters.values(), *problem.shared.values()))
+    """Numbers that every solve needs a copy of: parameters, and what modules in training mode may
+    write.
+    """
+    learned = sum(p.numel() for p in (*problem.parameters.values(), *problem.shared.values()))
+    return learned + sum(
+        buffer.numel() for m in problem.modules if m.training for buffer in m.buffers(recurse=False)
+    )
+
+
+def _is_moved_about(problem: Problem) -> bool:
+    """Whether Accelerate's hooks fetch weights when a layer runs, or a `device_map` spreads
+    them.
+    """
+    return any("_hf_hook" in m.__dict__ or "hf_device_map" in m.__dict__ for m in problem.modules)

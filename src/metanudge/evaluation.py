@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from metanudge.engines import Cost, Engine, InplaceEngine
-from metanudge.engines.inplace import InplaceInner
+from metanudge.engines.undisturbed import Guard, claimed, restored, stands_still
 from metanudge.estimators import NonFiniteError
 from metanudge.estimators.run import advice_on
-from metanudge.problem import Objective, Problem
+from metanudge.objective import Objective
+from metanudge.params import Params
+from metanudge.problem import Problem, is_constant
 from metanudge.solvers import Solver
 from metanudge.task import Batch, Task, TaskBatch
 
@@ -88,24 +91,64 @@ def evaluate(
     return Evaluation(*columns)
 
 
-def adapted(
+def adapted_copy(
     own: Problem, patterns: str | Sequence[str] | None, support: Batch, solver: Solver, seed: int
 ) -> nn.Module:
-    """A copy of a problem's model after a solve on a support set; `patterns` say what adapts."""
-    model = copy.deepcopy(own.objective.model)
+    """A copy of a problem's model after a solve on a support set; `patterns` say what adapts.
+
+    Frozen parameters and buffers that are constants are the model's own.
+    """
+    own_model = own.objective.model
+    kept: list[Tensor] = [p for p in own_model.parameters() if not p.requires_grad]
+    kept += [buffer for *_, buffer in _constants(own_model)]
+    model = copy.deepcopy(own_model, {id(tensor): tensor for tensor in kept})
     problem = Problem(
         Objective(model, own.objective.loss), own.proximal, adapt=patterns, rates=own.rates
     )
+    _move(problem, displacement(problem, support, solver, seed))
+    for module, name, buffer in _constants(model):
+        if not stands_still(module, name):
+            module._buffers[name] = buffer.clone()
+    return model
+
+
+@contextmanager
+def adapted_in_place(problem: Problem, moved: Params) -> Iterator[nn.Module]:
+    """A problem's own model, displaced; on the way out all is put back that was changed within:
+    what adapts, buffers, `.grad`.
+    """
+    with claimed(problem):
+        guard = Guard(problem)
+        with restored(guard.restore):
+            _move(problem, moved)
+            del moved
+            yield problem.objective.model
+
+
+def displacement(problem: Problem, support: Batch, solver: Solver, seed: int) -> Params:
+    """How far what adapts moves in a solve on a support set; the model stays as it is."""
     batch = TaskBatch.of(Task(support, support))
     problem.check_tasks(batch)
     with InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
-        inner = next(iter(groups))
-        assert isinstance(inner, InplaceInner)
-        solution = inner.solve(solver)
-        if not bool(torch.isfinite(solution.residuals).all()):
-            raise NonFiniteError(
-                "Adaptation produced NaN or Inf: the inner steps diverge on this support"
-                f" set. Take fewer steps, or {advice_on(problem, solver)}."
-            )
-        inner.adopt(solution.displacement)
-    return model
+        solution = next(iter(groups)).solve(solver)
+    if not bool(torch.isfinite(solution.residuals).all()):
+        raise NonFiniteError(
+            "Adaptation produced NaN or Inf: the inner steps diverge on this support"
+            f" set. Take fewer steps, or {advice_on(problem, solver)}."
+        )
+    return {name: leaf[0] for name, leaf in solution.displacement.items()}
+
+
+def _move(problem: Problem, moved: Params) -> None:
+    with torch.no_grad():
+        for name, parameter in problem.parameters.items():
+            parameter.data.copy_(parameter + moved[name])
+
+
+def _constants(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and is_constant(module, name)
+    ]

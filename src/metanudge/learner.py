@@ -4,11 +4,12 @@ user's own training loop takes over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from metanudge.engine_choice import EngineChoice, EngineName, Wish
@@ -16,10 +17,19 @@ from metanudge.engines import Engine
 from metanudge.engines.randomness import mix
 from metanudge.engines.undisturbed import obey
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, Stats, meta_gradient
+from metanudge.estimators.ladder import LADDER
 from metanudge.estimators.run import Watch
-from metanudge.evaluation import Evaluation, adapted, evaluate, with_steps
+from metanudge.evaluation import (
+    Evaluation,
+    adapted_copy,
+    adapted_in_place,
+    displacement,
+    evaluate,
+    with_steps,
+)
+from metanudge.objective import Loss
 from metanudge.params import Params
-from metanudge.problem import Loss, Problem
+from metanudge.problem import Problem
 from metanudge.proximal import Per, Regulariser, Stiffness
 from metanudge.rates import InnerRates, RatePer
 from metanudge.setting import Setting, add_to_grad, at_work, meta_loss
@@ -29,6 +39,7 @@ from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
 Tasks = TaskBatch | Task | Iterable[Task]
+_RUNGS, _UNKNOWN = len(LADDER) - 1, -1.0
 
 
 class MetaLearner(Setting):
@@ -38,12 +49,16 @@ class MetaLearner(Setting):
         model: any `nn.Module`, neither patched nor copied; its parameters that require grad are θ.
         loss: `loss(output, target)` for batches `(inputs, targets)`, or `loss(model, batch)` for
             anything else (its first parameter must then be named `model`, `module`, `net` or
-            `network`, or be annotated as an `nn.Module`). Must return a scalar.
+            `network`, or be annotated as an `nn.Module`). Must return a scalar, or a scalar and a
+            dict of numbers, whose means come with the statistics. Left out, it is the model's own:
+            `model(**batch).loss`, as models of Hugging Face compute it from `labels`. Of an output
+            with `logits` they are the output; accuracy is measured where they meet integer labels.
         lam: stiffness λ of the proximal term ½λ‖φ − θ‖², 2.0 by default: a number, a mapping from
-            parameter name to a number, or to a tensor of the parameter's shape; or an operator, a
-            function that multiplies one task's dict of displacements with a symmetric
-            positive-definite matrix (checked on random directions). `MAML`, `FOMAML` and `Reptile`
-            take 0, too: no proximal term.
+            parameter name to a number, or to a tensor of the parameter's shape, where names may be
+            patterns (`{"*lora_*": 5.0, "*": 1.0}`: an exact name counts first, then the first
+            pattern that fits); or an operator, a function that multiplies one task's dict of
+            displacements with a symmetric positive-definite matrix (checked on random directions).
+            `MAML`, `FOMAML` and `Reptile` take 0, too: no proximal term.
         learn_lam: meta-learn λ as well, starting at `lam`: `"scalar"`, one for all parameters,
             `"tensor"`, one each, or `"parameter"`, one per entry. Kept as log λ in
             `learner.log_lam`, among `learner.parameters()`; `learner.parameter_groups` gives it a
@@ -83,7 +98,7 @@ class MetaLearner(Setting):
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: Loss | None = None,
         *,
         lam: Stiffness | None = None,
         learn_lam: Per | None = None,
@@ -110,6 +125,7 @@ class MetaLearner(Setting):
         self.tuner = NuTuner()
         self._choice = EngineChoice()
         self._watch = Watch()
+        self._away = False
         self._wish()
         self._settle(self.solver)
 
@@ -186,6 +202,36 @@ class MetaLearner(Setting):
         self.tuner.count()
         self.calls += 1
 
+    def get_extra_state(self) -> Tensor:
+        """What `state_dict` holds besides tensors: how many meta-gradients were made, which seeds
+        follow, and what was found about ν. One tensor, as files of tensors want it.
+        """
+        state = self.tuner.state_dict()
+        known = state["disagreement"] or [_UNKNOWN] * _RUNGS
+        nu = state["nu"] or _UNKNOWN
+        values = [self.calls, nu, state["age"], state["gradients"], *known]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Go on from `get_extra_state`'s result."""
+        calls, nu, age, gradients, *known = state.tolist()
+        self.calls = int(calls)
+        self.tuner.load_state_dict(
+            {
+                "nu": None if nu == _UNKNOWN else nu,
+                "age": int(age),
+                "gradients": int(gradients),
+                "disagreement": None if _UNKNOWN in known else known,
+            }
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *more: Any, **named: Any
+    ) -> None:
+        """State dicts of version 0.1 have no such state: they begin with what there is."""
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
+        super()._load_from_state_dict(state_dict, prefix, *more, **named)
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what is no solver or estimator where it is given."""
         if name == "solver":
@@ -219,13 +265,67 @@ class MetaLearner(Setting):
     def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
         """A copy of the model adapted to a support set; the learner and its model stay as they are.
 
+        What does not adapt and is not learned either is not copied: the copy shares the model's
+        frozen parameters, and large buffers that no forward pass writes.
+
         Args:
             support: a batch as in `Task.support`, usually `(inputs, targets)`.
             steps: number of steps, if not the solver's own.
             seed: of dropout masks and minibatches.
         """
         with self._at_work(alone=False) as own:
-            return adapted(own, self.adapting, support, with_steps(self.solver, steps), seed)
+            return adapted_copy(own, self.adapting, support, with_steps(self.solver, steps), seed)
+
+    @contextmanager
+    def adapted(
+        self, support: Batch, *, steps: int | None = None, seed: int = 0
+    ) -> Iterator[nn.Module]:
+        """Within, the learner's own model is adapted to a support set, in the memory of one copy of
+        what adapts and one of how far it has moved; then it is as it was, also after an error.
+
+        Args:
+            support, steps, seed: as in `adapt`.
+
+        Example:
+            >>> import torch
+            >>> learner = MetaLearner(nn.Linear(1, 1), nn.functional.mse_loss)
+            >>> x = torch.linspace(-1.0, 1.0, 5)[:, None]
+            >>> with learner.adapted((x, 3 * x)) as model:
+            ...     same, inside = model is learner.model, model(x)
+            >>> same, torch.equal(inside, learner.model(x))
+            (True, False)
+        """
+        with self._at_work() as problem:
+            moved = displacement(problem, support, with_steps(self.solver, steps), seed)
+        self._away = True
+        try:
+            with adapted_in_place(problem, moved) as model:
+                yield model
+        finally:
+            self._away = False
+
+    def adapted_state(
+        self, support: Batch, *, steps: int | None = None, seed: int = 0
+    ) -> dict[str, Tensor]:
+        """What adapts, after adaptation to a support set: a part of a `state_dict` of the model,
+        for `load_state_dict(state, strict=False)`.
+
+        Many users' adapters are kept in this way beside one model; of a PEFT model,
+        `model.save_pretrained(folder, state_dict=state)` saves one.
+
+        Args:
+            support, steps, seed: as in `adapt`.
+
+        Example:
+            >>> import torch
+            >>> learner = MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss, adapt="bias")
+            >>> x = torch.ones(3, 2)
+            >>> list(learner.adapted_state((x, x[:, :1])))
+            ['bias']
+        """
+        with self._at_work() as problem:
+            moved = displacement(problem, support, with_steps(self.solver, steps), seed)
+            return {n: (p.detach() + moved[n]).to(p) for n, p in problem.parameters.items()}
 
     def evaluate(self, tasks: Tasks, *, steps: int | None = None, seed: int = 0) -> Evaluation:
         """Adapt to every task's support set and measure on its query set. Changes nothing."""
@@ -251,4 +351,9 @@ class MetaLearner(Setting):
         return Wish(self.engine, self.chunk, self.estimator, self.solver)
 
     def _at_work(self, *, alone: bool = True) -> AbstractContextManager[Problem]:
+        if self._away:
+            raise RuntimeError(
+                "Within `with learner.adapted(...)` the model holds what it has adapted to, not θ."
+                " Leave the block first, or use learner.adapt, which makes a copy."
+            )
         return at_work(self, compile=self.compiled, alone=alone)

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import inspect
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from metanudge.names import some
+from metanudge.objective import Objective
 from metanudge.params import Params, wide
 from metanudge.proximal import (
     Diagonal,
@@ -35,134 +34,9 @@ from metanudge.proximal import (
     proximal_term,
 )
 from metanudge.rates import LearnedRates
-from metanudge.task import Batch, TaskBatch, describe, kind_of, tensors
+from metanudge.task import TaskBatch, tensors
 
 Nudge = Literal["loss", "gradient"]
-Loss = Callable[..., Tensor]
-_NAMES_OF_MODELS = ("model", "module", "net", "network")
-
-
-def takes_model(loss: Loss) -> bool:
-    """Whether `loss` has the form `loss(model, batch)` rather than `loss(output, target)`.
-
-    It does when its first parameter is named `model`, `module`, `net` or `network`, or is annotated
-    as an `nn.Module`.
-
-    Example:
-        >>> (takes_model(lambda model, batch: model(**batch).loss),
-        ...     takes_model(nn.functional.cross_entropy))
-        (True, False)
-    """
-    first = _first_parameter(loss)
-    if first is None:
-        return False
-    kinds = (first.annotation, *get_args(first.annotation))
-    annotated = any(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
-    return (
-        first.name in _NAMES_OF_MODELS
-        or annotated
-        or first.annotation in ("nn.Module", "torch.nn.Module", "Module")
-    )
-
-
-def _first_parameter(loss: Loss) -> inspect.Parameter | None:
-    # annotations may be text, of names that are not known at run time
-    for evaluate in (True, False):
-        try:
-            return next(iter(inspect.signature(loss, eval_str=evaluate).parameters.values()), None)
-        except Exception:
-            continue
-    return None
-
-
-_RULE = (
-    "its first parameter must be named 'model' (or module, net, network) or be annotated as an"
-    " nn.Module; all else is called as loss(output, target)."
-)
-
-
-class LossError(ValueError):
-    """What the loss returns is no loss."""
-
-
-class Objective(nn.Module):
-    """The user's model and loss as one module: a batch in, a scalar out. It shares the model and
-    changes nothing in it.
-    """
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-        self.takes_model = takes_model(loss)
-
-    def output(self, batch: Batch) -> tuple[Any, Any]:
-        """What the model says about a batch `(inputs, targets)`, and the targets."""
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            kind = type(batch).__name__
-            raise TypeError(
-                f"loss(output, target) needs batches of the form (inputs, targets), got {kind} with"
-                f" {describe(batch)}. For other batches give a function loss(model, batch): {_RULE}"
-            )
-        inputs, target = batch
-        if isinstance(inputs, Mapping):
-            return self.model(**inputs), target
-        if isinstance(inputs, (tuple, list)):
-            return self.model(*inputs), target
-        return self.model(inputs), target
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss and accuracy of a batch; the accuracy is NaN where the batch is no
-        classification.
-        """
-        if not self.takes_model:
-            return self.judge(*self.output(batch))
-        loss = self.loss_alone(batch)
-        return loss, loss.detach().new_full((), math.nan)
-
-    def loss_alone(self, batch: Batch) -> Tensor:
-        """The loss of a batch, without the accuracy."""
-        if self.takes_model:
-            return _checked(self.loss(self.model, batch))
-        return self.judge_loss(*self.output(batch))
-
-    def judge(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
-        """Loss and accuracy of the model's output on the targets."""
-        loss, accuracy = self.judge_loss(output, target), classification_accuracy(output, target)
-        return loss, accuracy if accuracy is not None else loss.detach().new_full((), math.nan)
-
-    def judge_loss(self, output: Any, target: Any) -> Tensor:
-        """Loss of the model's output on the targets."""
-        try:
-            return _checked(self.loss(output, target))
-        except TypeError as error:
-            if not str(error).startswith("'Tensor' object is not callable"):
-                raise
-            raise LossError(
-                "The loss calls its first argument as if it were the model. To get the model:"
-                f" {_RULE}"
-            ) from error
-
-
-def _checked(loss: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.ndim == 0:
-        return loss
-    raise LossError(
-        f"The loss must be a scalar tensor, got {kind_of(loss)}. Reduce it over the examples (mean"
-        " is usual), e.g. reduction='mean' in torch's losses."
-    )
-
-
-def classification_accuracy(output: Any, target: Any) -> Tensor | None:
-    """Share of examples whose largest output is the target's class; None unless logits `(n,
-    classes)` meet labels `(n,)`.
-    """
-    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
-        return None
-    integer = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
-    if output.ndim != 2 or target.ndim != 1 or not integer or output.shape[1] < 2:
-        return None
-    return (output.detach().argmax(1) == target).to(output.dtype).mean()
 
 
 class TwoLevels(Protocol):
@@ -241,6 +115,8 @@ class Problem:
         rates: LearnedRates | None = None,
     ) -> None:
         self.objective = objective
+        _refuse_synchronising_wrappers(objective.model)
+        _refuse_parameters_of_the_loss(objective.loss)
         trainable = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError(
@@ -291,17 +167,22 @@ class Problem:
 
     @cached_property
     def parts(self) -> frozenset[int]:
-        """Identities of the modules of model and loss that have tensors, and of these tensors."""
-        modules = [
-            (m, [*m._parameters.values(), *m._buffers.values()]) for m in self.objective.modules()
-        ]
-        return frozenset(
-            id(part)
-            for module, tensors in modules
-            if tensors
-            for part in (module, *tensors)
-            if part is not None
-        )
+        """Identities of the modules of model and loss that have tensors, and of those tensors that
+        solves or forward passes may write; models may share the others.
+        """
+        found: set[int] = set()
+        for module in self.objective.modules():
+            if module._parameters or module._buffers:
+                found.add(id(module))
+            found |= {
+                id(p) for p in module._parameters.values() if p is not None and p.requires_grad
+            }
+            found |= {
+                id(b)
+                for name, b in module._buffers.items()
+                if b is not None and not is_constant(module, name)
+            }
+        return frozenset(found)
 
     @property
     def lam(self) -> Params:
@@ -341,6 +222,49 @@ class Problem:
                             f" {tuple(tensor.shape)} but the model's parameters are {wanted}. Cast"
                             f" one of them: tasks.to({wanted}) or learner.to({tensor.dtype})."
                         )
+
+
+_LARGE = 2**16  # bytes
+
+
+def is_constant(module: nn.Module, name: str) -> bool:
+    """Whether a buffer is large and no running statistic: quantised weights, masks, tables that no
+    checkpoint holds.
+    """
+    buffer = module._buffers[name]
+    if buffer is None or buffer.numel() * buffer.element_size() < _LARGE:
+        return False
+    if buffer.is_meta or buffer.is_inference():  # without values, or without a version
+        return False
+    return not buffer.is_floating_point() or name in module._non_persistent_buffers_set
+
+
+# By name: to import FSDP takes a second, and nobody has one wrapped who has not.
+_SYNCHRONISING = {"DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+def _refuse_synchronising_wrappers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        found = _SYNCHRONISING & {kind.__name__ for kind in type(module).__mro__}
+        if found:
+            raise TypeError(
+                f"The model {'' if not name else repr(name) + ' '}is wrapped in {found.pop()},"
+                " which averages the gradients of the inner steps over the ranks, or none at all."
+                " Wrap the learner instead: DDP(learner), with learner = mn.MetaLearner(model, ...)"
+                " and DDP = torch.nn.parallel.DistributedDataParallel."
+            )
+
+
+def _refuse_parameters_of_the_loss(loss: Any) -> None:
+    own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    learnable = [name for name, parameter in own if parameter.requires_grad]
+    if learnable:
+        raise ValueError(
+            f"The loss ({type(loss).__name__}) has parameters that require grad"
+            f" ({some(learnable, 3)}), which would never be learned: only the model's are. Make"
+            " them part of the model and write loss(model, batch), with adapt= for what adapts, or"
+            " freeze them: loss.requires_grad_(False)."
+        )
 
 
 def names_that_adapt(

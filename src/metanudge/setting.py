@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from metanudge.engines.stacked import compilation
 from metanudge.engines.undisturbed import claimed, restored, uninterrupted
+from metanudge.objective import Loss, Objective, own_loss
 from metanudge.params import Params
-from metanudge.problem import Loss, Objective, Problem
+from metanudge.problem import Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
 from metanudge.rates import InnerRates, LearnedRates, RatePer
 from metanudge.solvers import Solver
@@ -29,7 +30,7 @@ class Setting(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: Loss | None,
         lam: Stiffness | None,
         learn_lam: Per | None,
         learn_lr: RatePer | InnerRates | None,
@@ -39,10 +40,10 @@ class Setting(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
-        if not callable(loss):
+        if loss is not None and not callable(loss):
             raise TypeError(
                 f"loss must be callable, got {type(loss).__name__}. Pass e.g."
-                " torch.nn.functional.cross_entropy."
+                " torch.nn.functional.cross_entropy, or None for a model that computes its own."
             )
         if regulariser is not None and (lam is not None or learn_lam is not None):
             raise ValueError(
@@ -55,7 +56,7 @@ class Setting(nn.Module):
                 f"regulariser must be a function of (phi, theta), got {type(regulariser).__name__}."
             )
         self.model = model
-        self.loss = loss
+        self.loss: Loss = own_loss if loss is None else loss
         self.lam: Stiffness = lam if lam is not None else 2.0
         self.learn_lam = learn_lam
         self.learn_lr = (

@@ -1,14 +1,14 @@
 """`Task` and `TaskBatch`: the support and query data that the inner and the outer problem are made
 of.
 
-A *batch* is any pytree (tensor, tuple, list, dict, nested) whose tensors share their leading axis,
-the examples. The usual batch is a pair `(inputs, targets)`. This module knows torch and nothing of
-the rest of the package.
+A *batch* is any pytree (tensor, tuple, list, mapping, nested) whose tensors share their leading
+axis, the examples. The usual batch is a pair `(inputs, targets)`. This module knows torch and
+nothing of the rest of the package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
@@ -19,6 +19,13 @@ from torch.utils import _pytree as pytree
 
 Batch = Any
 """A pytree of tensors that share their leading axis (the examples)."""
+
+
+def plain(batch: Batch) -> Batch:
+    """A batch with its mappings as dicts, whatever their class (a tokenizer's `BatchEncoding`)."""
+    if isinstance(batch, Mapping):
+        return {name: plain(part) for name, part in batch.items()}
+    return type(batch)(map(plain, batch)) if type(batch) in (tuple, list) else batch
 
 
 def tensors(batch: Batch) -> list[Tensor]:
@@ -114,8 +121,10 @@ class Task:
     query: Batch
 
     def __post_init__(self) -> None:
-        num_examples(self.support, what="support set")
-        num_examples(self.query, what="query set")
+        for name in ("support", "query"):
+            batch = plain(getattr(self, name))
+            num_examples(batch, what=f"{name} set")
+            object.__setattr__(self, name, batch)
 
     @property
     def num_support(self) -> int:
@@ -187,6 +196,7 @@ class TaskBatch(Sequence[Task]):
     stacks: tuple[Stack, ...]
 
     def __init__(self, support: Batch, query: Batch) -> None:
+        support, query = plain(support), plain(query)
         for batch, what in ((support, "support set"), (query, "query set")):
             num_examples(batch, axis=1, what=what)
         counts = {leaf.shape[0] for leaf in tensors(support) + tensors(query)}

@@ -19,7 +19,7 @@ from metanudge.accel.chain import Chain, losses_of_rows
 from metanudge.accel.trunk import cpu, first_block, trunk_for
 from metanudge.accel.trunk.blocks import BlockWeights, match
 from metanudge.accel.trunk.convolution import Columns, Native
-from metanudge.problem import Objective
+from metanudge.objective import Objective
 
 TASKS, NUDGES = 3, 2
 CONV = {1: nn.Conv1d, 2: nn.Conv2d}

@@ -9,7 +9,8 @@ from torch import nn
 import metanudge as mn
 from metanudge import engine_choice
 from metanudge.engines.room import bytes_per_row, rows_that_fit
-from metanudge.problem import Objective, Problem
+from metanudge.objective import Objective
+from metanudge.problem import Problem
 
 LOSS = nn.functional.mse_loss
 

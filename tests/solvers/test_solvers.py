@@ -12,8 +12,9 @@ from torch import Tensor
 
 import metanudge as mn
 from metanudge.engines import Cost, StackedEngine
+from metanudge.objective import Objective
 from metanudge.params import flatten
-from metanudge.problem import Objective, Problem
+from metanudge.problem import Problem
 from metanudge.solvers import GradientDescent
 from problems import (
     Setup,

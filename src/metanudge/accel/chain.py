@@ -31,8 +31,9 @@ from metanudge.accel.layers import (
 from metanudge.accel.toolchain import triton_works
 from metanudge.accel.trunk import order_for, trunk_for
 from metanudge.accel.trunk.blocks import Block, BlockPlaces, BlockWeights, Tail, Trunk, match
+from metanudge.objective import Loss, Objective
 from metanudge.params import Params
-from metanudge.problem import Loss, Objective, Problem
+from metanudge.problem import Problem
 
 # numbers that a first layer sees at once, up to which its convolution is best a matrix product
 _SMALL_PATCH = 32

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils._pytree import tree_map
 
 from metanudge.accel.chain import Chain, Data
 from metanudge.accel.flat import Flat
@@ -79,7 +80,7 @@ class Passes:
                 run = partial(self._seeded, 0, "query", self._chain.outputs, data, some)
                 outputs = self._explained(run)
                 values.append(self._explained(partial(judge, outputs, targets)))
-        return Measured(*(torch.cat(column) for column in zip(*values, strict=True)))
+        return Measured(*tree_map(lambda *portions: torch.cat(portions), *values))
 
     def smooth(self, phi: Params, part: Part, step: int) -> Tensor:
         """Weighted losses of all rows that can be differentiated twice."""

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from metanudge.problem import LossError, Problem
+from metanudge.objective import LossError
+from metanudge.problem import Problem
 from metanudge.task import Batch, Task, describe
 
 

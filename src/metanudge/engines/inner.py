@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
@@ -39,12 +39,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Measured:
-    """Loss and accuracy on a data set, `(rows,)` each; accuracy is NaN where the task is no
-    classification.
+    """Loss and accuracy on a data set, and what else the loss reports, `(rows,)` each; accuracy is
+    NaN where the task is no classification.
     """
 
     loss: Tensor
     accuracy: Tensor
+    extra: Params = field(default_factory=dict)
 
 
 class Inner(ABC):

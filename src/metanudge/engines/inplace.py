@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metanudge.engines.descent import Descent, Forces, Listener, row, take_gradient
@@ -30,8 +30,9 @@ from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
 from metanudge.engines.once import refuse_once_differentiable
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.engines.undisturbed import Guard, claimed, restored, uninterrupted
+from metanudge.objective import LossError
 from metanudge.params import Params
-from metanudge.problem import LossError, Nudge, Problem
+from metanudge.problem import Nudge, Problem
 from metanudge.proximal import Diagonal
 from metanudge.task import Batch, Task, TaskBatch, map_tensors
 
@@ -56,7 +57,6 @@ class InplaceEngine:
         first: int = 0,
     ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch as groups of one; the module is restored when the session ends."""
-        _refuse_synchronising_wrappers(problem.objective.model)
         with uninterrupted(), claimed(problem):
             problem.proximal.refresh()
             draws, guard = Draws(seed, problem.device, problem.modules), Guard(problem)
@@ -243,8 +243,9 @@ class InplaceInner(Inner):
         """Query loss and accuracy at θ + d."""
         if shift is not None:
             d = self.shifted(d, shift)
-        loss, accuracy = self._evaluate(self._task.query, d, 0, "query")
-        return Measured(loss.reshape(1), accuracy.reshape(1))
+        loss, accuracy, extra = self._evaluate(self._task.query, d, 0, "query")
+        more = {name: value.reshape(1) for name, value in extra.items()}
+        return Measured(loss.reshape(1), accuracy.reshape(1), more)
 
     def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
         """f̂ + ν f without gradients."""
@@ -273,11 +274,6 @@ class InplaceInner(Inner):
     def apart(self, row: int) -> Inner:
         """A group of one is apart already."""
         return self
-
-    def adopt(self, d: Params) -> None:
-        """Leave θ + d in the module for good: what `adapt` does on a copy of the user's module."""
-        self._write(d)
-        self._guard.theta = {n: p.detach().clone() for n, p in self.problem.parameters.items()}
 
     def _write(
         self, d: Params | None, along: Params | None = None, by: Tensor | None = None
@@ -334,12 +330,12 @@ class InplaceInner(Inner):
 
     def _evaluate(
         self, batch: Batch, d: Params | None, step: int, which: str
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Params]:
         self._write(d)
         with torch.no_grad():
-            loss, accuracy = self._run(self.problem.objective, batch, step, which)
+            measured = self._run(self.problem.objective, batch, step, which)
         self._guard.restore_buffers()
-        return loss, accuracy
+        return measured
 
     def _collect(self, parameters: Mapping[str, Tensor] | None = None) -> Params:
         """Take the gradients (by the parameters that adapt, unless others are given) out of the
@@ -365,14 +361,3 @@ class InplaceOracle(NudgedOracle):
         return self.inner.descend(
             d, self.nu, lr, step, batch_size, Forces(proximal.lam, self.pull, self.pull_scale)
         )
-
-
-def _refuse_synchronising_wrappers(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise TypeError(
-                f"The model {'' if not name else repr(name) + ' '}is wrapped in"
-                " DistributedDataParallel, which would average the gradients of the inner steps"
-                " over the ranks. Wrap the learner instead:"
-                " DistributedDataParallel(mn.MetaLearner(model, ...))."
-            )

@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from metanudge.problem import Problem
+from metanudge.problem import Problem, is_constant
 
 PATIENCE = 2.0
 """Seconds that a signal waits; then one more is obeyed wherever the program is, since the
@@ -210,7 +211,7 @@ class Guard:
         # a loss may have parameters of its own
         self._gradients = [(p, p.grad) for p in problem.objective.parameters()]
         self.theta = {n: p.detach().clone() for n, p in problem.parameters.items()}
-        self._buffers = Buffers(problem.modules)
+        self.buffers = Buffers(problem.modules)
         self._versions = {n: p._version for n, p in problem.parameters.items()}
         self._shared = problem.shared
 
@@ -250,7 +251,8 @@ class Guard:
         """Undo what a forward pass did to the buffers: BatchNorm's running statistics and the
         like.
         """
-        self._buffers.restore()
+        self.buffers.look()
+        self.buffers.restore()
 
     def restore(self) -> None:
         """Put everything back; it does not matter how often."""
@@ -260,7 +262,7 @@ class Guard:
             parameter.data.copy_(self.theta[name])
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        self.restore_buffers()
+        self.buffers.restore()
         torch.clear_autocast_cache()
 
 
@@ -273,11 +275,16 @@ class Buffers:
 
     def __init__(self, modules: Iterable[nn.Module], before: Buffers | None = None) -> None:
         known = {} if before is None else {(b.module, b.name): b.value for b in before._all}
-        self._all: list[_Buffer] = [
-            _Buffer(module, name, buffer, _copied(buffer, known.get((module, name))))
+        self._all: list[Buffer] = [
+            Buffer(module, name, known.get((module, name)))
             for module in modules
-            for name, buffer in module._buffers.items()
+            for name in module._buffers
         ]
+
+    def look(self) -> None:
+        """After an evaluation: which constants are some."""
+        for buffer in self._all:
+            buffer.look()
 
     def restore(self) -> None:
         """Put them back; it does not matter how often."""
@@ -285,24 +292,60 @@ class Buffers:
             buffer.restore()
 
 
-def _copied(buffer: Tensor | None, known: Tensor | None) -> Tensor | None:
-    if buffer is None or (known is not None and torch.equal(buffer, known)):
-        return None if buffer is None else known
-    return buffer.detach().clone()
+# In which modes (training or not) of its module a constant was seen not to be written.
+_still = WeakTensorKeyDictionary()
 
 
-@dataclass
-class _Buffer:
-    module: nn.Module
-    name: str
-    tensor: Tensor | None
-    value: Tensor | None
+def stands_still(module: nn.Module, name: str) -> bool:
+    """Whether a constant is known not to be written by forward passes in the present mode."""
+    return module.training in _still.get(module._buffers[name], ())
+
+
+class Buffer:
+    """A buffer as it was, and a copy of its values, unless it is a constant (`is_constant`) that no
+    forward pass was seen to write.
+
+    A constant is compared with its copy after the first evaluation, and does without one from then
+    on: its version counter is watched instead. Others are always put back, since BatchNorm's
+    kernels and writes through `.data` leave no trace in the version counter.
+    """
+
+    def __init__(self, module: nn.Module, name: str, copy: Tensor | None = None) -> None:
+        self.module, self.name = module, name
+        self._tensor = tensor = module._buffers[name]
+        self._constant = is_constant(module, name)
+        self._version = tensor._version if tensor is not None and self._constant else 0
+        known = self._constant and stands_still(module, name)
+        self.value = None if tensor is None or known else _copied(tensor, copy)
+
+    def look(self) -> None:
+        """After an evaluation: whether a constant is one."""
+        if not self._constant or self._tensor is None:
+            return
+        if self.value is None:
+            if self._tensor._version == self._version:
+                return
+            _still[self._tensor].discard(self.module.training)
+            raise RuntimeError(
+                f"The forward pass has written to the buffer {self.name!r} of"
+                f" {type(self.module).__name__} in place, which it did not do at first; its values"
+                " could not be put back. The next call will keep a copy of them."
+            )
+        self._constant = self._tensor._version == self._version and torch.equal(
+            self._tensor, self.value
+        )
+        if self._constant:
+            _still.setdefault(self._tensor, set()).add(self.module.training)
+            self.value = None
 
     def restore(self) -> None:
-        if self.module._buffers[self.name] is not self.tensor:
-            self.module._buffers[self.name] = self.tensor
-        # Always: BatchNorm's kernels and writes through .data leave no trace in the version
-        # counter.
-        if self.tensor is not None:
-            assert self.value is not None
-            self.tensor.data.copy_(self.value)
+        """Put it back."""
+        if self.module._buffers[self.name] is not self._tensor:
+            self.module._buffers[self.name] = self._tensor
+        if self.value is not None:
+            assert self._tensor is not None
+            self._tensor.data.copy_(self.value)
+
+
+def _copied(tensor: Tensor, copy: Tensor | None) -> Tensor:
+    return copy if copy is not None and torch.equal(tensor, copy) else tensor.detach().clone()

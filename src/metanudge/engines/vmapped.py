@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 from metanudge.engines.diagnosis import diagnosed
 from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
+from metanudge.objective import LossError
 from metanudge.params import Params, norm, num_rows
-from metanudge.problem import LossError, Problem
+from metanudge.problem import Problem
 from metanudge.solvers.base import LinearSolver, Solution, bound, unroll
 from metanudge.task import Batch, Stack, map_tensors, num_examples
 
@@ -266,9 +267,9 @@ class StackedInner(Inner):
 
     def _loss(
         self, data: Data, d: Params, step: int, which: Which, theta: Params | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Loss and accuracy of one row at θ + d, with the shared parameters as they are unless d
-        moves them too.
+    ) -> tuple[Tensor, Tensor, Params]:
+        """What `Objective.forward` says of one row at θ + d, with the shared parameters as they are
+        unless d moves them too.
         """
         theta = self._theta | self._omega if theta is None else theta
         phi = {f"model.{n}": theta[n] for n in self._omega if n not in d}

@@ -10,7 +10,7 @@ from metanudge.estimators.fomaml import FOMAML
 from metanudge.estimators.imaml import IMAML
 from metanudge.estimators.maml import MAML
 from metanudge.estimators.reptile import Reptile
-from metanudge.estimators.run import DivergenceWarning, meta_gradient
+from metanudge.estimators.run import DivergenceWarning, ZeroGradientWarning, meta_gradient
 from metanudge.estimators.total import NonFiniteError, Stats
 
 ESTIMATORS: list[type[Estimator]] = [FOBMAML, MAML, FOMAML, Reptile, IMAML, ESMAML, Exact]
@@ -31,5 +31,6 @@ __all__ = [
     "NonFiniteError",
     "Reptile",
     "Stats",
+    "ZeroGradientWarning",
     "meta_gradient",
 ]

@@ -23,17 +23,33 @@ class DivergenceWarning(UserWarning):
     """The inner steps overshoot, so that the meta-gradient may mean nothing."""
 
 
+class ZeroGradientWarning(UserWarning):
+    """A meta-gradient is zero in all its entries: nothing is learned."""
+
+
 class Watch:
     """Says once that inner steps diverge: tenfold in one meta-step, or twofold in many in a row;
-    less may be dropout's noise.
+    less may be dropout's noise. And once that a meta-gradient is zero.
     """
 
     def __init__(self) -> None:
         self._grew = 0
         self._warned = False
+        self._warned_of_zero = False
 
     def see(self, stats: Stats, problem: Problem, solver: Solver) -> None:
         """Hear of one more meta-step."""
+        if stats.gradient_norm == 0 and not self._warned_of_zero:
+            self._warned_of_zero = True
+            warnings.warn(
+                "The meta-gradient is exactly zero in all entries, so that nothing is learned. The"
+                " loss may not depend on the parameters that require grad (detached, computed under"
+                " no_grad, or only frozen weights on the way), the loss may be at its floor, or"
+                " quantised weights were repacked for inference in evaluation mode, which gives no"
+                " gradients any more: call model.train().",
+                ZeroGradientWarning,
+                stacklevel=3,
+            )
         self._grew = self._grew + 1 if stats.residual > 2 * stats.residual_start else 0
         if self._warned or not (self._grew >= _MANY or stats.residual > 10 * stats.residual_start):
             return

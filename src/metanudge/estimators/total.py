@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from metanudge.engines import Cost, Inner, Measured
 from metanudge.params import Params, combined, condensed
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solution
+
+_EXTRA = "extra: "
 
 
 class NonFiniteError(FloatingPointError):
@@ -41,6 +43,8 @@ class Stats:
         engine: where it ran.
         path: how the stacked engine took gradients, and why not faster; empty in place.
         products: how `MAML` multiplied with Hessians; None for other estimators.
+        extra: the numbers that a loss of the form `(loss, dict)` reports of the query set after
+            adaptation.
     """
 
     query_loss_before: float = math.nan
@@ -60,6 +64,7 @@ class Stats:
     engine: str
     path: str = ""
     products: str | None = None
+    extra: dict[str, float] = field(default_factory=dict)
 
     @property
     def diverged(self) -> bool:
@@ -184,12 +189,14 @@ class MetaGradient:
     def record_query(
         self, before: Measured | None, after: Measured | None, *, tasks: int, share: float = 1.0
     ) -> None:
-        """Note query loss and accuracy before and after adaptation."""
+        """Note query loss and accuracy before and after adaptation; what else there is, after."""
         for measured, suffix in ((before, "_before"), (after, "")):
             if measured is not None:
                 weight = share * tasks / measured.loss.shape[0]
                 self._add_to_mean("query_loss" + suffix, measured.loss, weight)
                 self._add_to_mean("query_accuracy" + suffix, measured.accuracy, weight)
+                for name, values in measured.extra.items() if not suffix else ():
+                    self._add_to_mean(_EXTRA + name, values, weight)
 
     def seal(self) -> None:
         """Nothing more will be added: have the device put together what `finish` wants to know."""
@@ -213,6 +220,7 @@ class MetaGradient:
                 " .grad."
             )
         error, cost = values.pop("error", None), self.cost
+        extra = {key: values.pop(key) for key in list(values) if key.startswith(_EXTRA)}
         return Stats(
             **values,
             nu=self.nu,
@@ -224,6 +232,7 @@ class MetaGradient:
             engine=engine,
             path=" and ".join(filter(None, self.paths)),
             products=self.products,
+            extra={key.removeprefix(_EXTRA): value for key, value in extra.items()},
         )
 
     def _add_to_mean(self, key: str, values: Tensor, share: float) -> None:

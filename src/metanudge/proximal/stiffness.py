@@ -5,10 +5,12 @@ parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
+from metanudge.names import some
 from metanudge.params import Params, wide
 
 Operator = Callable[[Params], Mapping[str, Tensor]]
@@ -26,17 +28,9 @@ def stiffness_per_parameter(
     positive (with `zero`: where it is negative) or does not fit.
     """
     if isinstance(lam, Mapping):
-        unknown, missing = sorted(set(lam) - set(parameters)), sorted(set(parameters) - set(lam))
-        if unknown or missing:
-            both = {"unknown": unknown, "missing": missing}
-            parts = [f"{what}: {', '.join(names)}" for what, names in both.items() if names]
-            raise ValueError(
-                "The names in lam do not match the model's trainable parameters"
-                f" ({'; '.join(parts)}). Give one value per parameter name that adapts:"
-                f" {', '.join(parameters)}."
-            )
+        keys = _key_of_each(lam, parameters)
         return {
-            name: _stiffness(lam[name], f"lam[{name!r}]", p, zero=zero)
+            name: _stiffness(lam[keys[name]], f"lam[{keys[name]!r}]", p, zero=zero)
             for name, p in parameters.items()
         }
     if isinstance(lam, Tensor) and lam.ndim > 0:
@@ -46,6 +40,33 @@ def stiffness_per_parameter(
             " applies to all."
         )
     return {name: _stiffness(lam, "lam", p, zero=zero) for name, p in parameters.items()}
+
+
+def _key_of_each(lam: Mapping[str, object], parameters: Mapping[str, object]) -> dict[str, str]:
+    """Which key of a mapping each parameter has its value from: its own name, or else the first
+    pattern (as in a shell) that fits.
+
+    Example:
+        >>> names = dict.fromkeys(["body.lora_A", "body.bias", "head"])
+        >>> _key_of_each({"*": 1.0, "*lora_*": 5.0, "head": 2.0}, names)
+        {'body.lora_A': '*', 'body.bias': '*', 'head': 'head'}
+    """
+    fitting = {
+        name: [name] if name in lam else [key for key in lam if fnmatchcase(name, key)]
+        for name in parameters
+    }
+    used = {key for key in lam if key in parameters or any(fnmatchcase(n, key) for n in parameters)}
+    unknown = sorted(map(str, set(lam) - used))
+    missing = sorted(name for name, keys in fitting.items() if not keys)
+    if unknown or missing:
+        both = {"unknown": unknown, "missing": missing}
+        parts = [f"{what}: {some(names)}" for what, names in both.items() if names]
+        raise ValueError(
+            "The names in lam do not match the model's trainable parameters"
+            f" ({'; '.join(parts)}). Give one value per name, or pattern of names, of what adapts:"
+            f" {some(list(parameters))}."
+        )
+    return {name: keys[0] for name, keys in fitting.items()}
 
 
 def _stiffness(value: float | Tensor, what: str, parameter: Tensor, *, zero: bool) -> Tensor:

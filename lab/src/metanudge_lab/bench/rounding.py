@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from metanudge.engines.stacked import compilation, offers_for
-from metanudge.problem import Objective, Problem
+from metanudge.objective import Objective
+from metanudge.problem import Problem
 from metanudge.testing.problems import relative_error
 from metanudge.training.device import Precision, computing_in
 from metanudge_lab.bench.cases import Case

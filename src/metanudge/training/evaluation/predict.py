@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from metanudge.engines.undisturbed import uninterrupted
 from metanudge.learner import MetaLearner
+from metanudge.objective import Objective
 from metanudge.params import Params
-from metanudge.problem import Objective
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.training.evaluation.report import BatchNormProtocol
 
