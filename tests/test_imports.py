@@ -23,14 +23,14 @@ PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
 # layer.
 LAYERS = (
     {"version", "names"},
-    {"params", "task"},
+    {"params", "spread", "task"},
     {"proximal"},
     {"problem"},
     {"solvers"},
     {"engines"},
     {"accel"},
     {"estimators"},
-    {"tuning", "setting", "evaluation"},
+    {"tuning", "setting", "evaluation", "split"},
     {"engine_choice"},
     {"learner", "gradcheck", "bilevel"},
     {"testing"},

@@ -92,6 +92,12 @@ def adapted(
     own: Problem, patterns: str | Sequence[str] | None, support: Batch, solver: Solver, seed: int
 ) -> nn.Module:
     """A copy of a problem's model after a solve on a support set; `patterns` say what adapts."""
+    if own.spread is not None:
+        raise TypeError(
+            f"adapt copies the model, whose parameters are spread over {own.spread.ranks} ranks."
+            " learner.evaluate(tasks) adapts in place and measures; for an adapted model load the"
+            " checkpoint (metanudge.training.checkpoint.load_sharded) into one that is not sharded."
+        )
     model = copy.deepcopy(own.objective.model)
     problem = Problem(Objective(model, own.objective.loss), own.proximal, adapt=patterns)
     batch = TaskBatch.of(Task(support, support))

@@ -34,6 +34,7 @@ from metanudge.proximal import (
     Stiffness,
     proximal_term,
 )
+from metanudge.spread import Spread, local
 from metanudge.task import Batch, TaskBatch, describe, kind_of, tensors
 
 Nudge = Literal["loss", "gradient"]
@@ -219,6 +220,7 @@ class Problem:
         smallest_lam: the strong convexity that the proximal term guarantees by itself: the smallest
             λ.
         theta_dtypes: those of displacements: the parameter's own, float32 at least.
+        spread: over which ranks the model is spread; None where all of it is here.
     """
 
     learns_theta = True
@@ -234,6 +236,9 @@ class Problem:
         zero_lam: bool = False,
     ) -> None:
         self.objective = objective
+        self.spread = Spread.of(objective.model)
+        if self.spread is not None and self.spread.modules:
+            self.twice_differentiable = False  # autograd sees gathered parameters, not ours
         trainable = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError(
@@ -306,7 +311,8 @@ class Problem:
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero, in float32 at least."""
         return {
-            n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in self.meta_parameters.items()
+            n: torch.zeros_like(local(p), dtype=wide(p.dtype), requires_grad=False)
+            for n, p in self.meta_parameters.items()
         }
 
     def check_tasks(self, batch: TaskBatch) -> None:

@@ -21,6 +21,7 @@ from metanudge.params import Params, dot, flatten, per_row, tiled, unflatten
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
 from metanudge.solvers.conjugate_gradient import LinearSolve
+from metanudge.spread import local
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class Inner(ABC):
         """Zero displacements."""
         dtypes, device = self.problem.theta_dtypes, self.problem.device
         return {
-            n: torch.zeros((rows, *p.shape), dtype=dtypes[n], device=device)
+            n: torch.zeros((rows, *local(p).shape), dtype=dtypes[n], device=device)
             for n, p in self.problem.parameters.items()
         }
 

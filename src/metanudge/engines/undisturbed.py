@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.problem import Problem
+from metanudge.spread import local, reshard
 
 PATIENCE = 2.0
 """Seconds that a signal waits; then one more is obeyed wherever the program is, since the
@@ -209,7 +210,8 @@ class Guard:
         self._parameters = problem.parameters
         # a loss may have parameters of its own
         self._gradients = [(p, p.grad) for p in problem.objective.parameters()]
-        self.theta = {n: p.detach().clone() for n, p in problem.parameters.items()}
+        self.theta = {n: self.phi(n).clone() for n in problem.parameters}
+        self._sharded = [] if problem.spread is None else problem.spread.modules
         model = problem.objective.model
         self._buffers = [
             _Buffer(module, name, buffer, None if buffer is None else buffer.detach().clone())
@@ -244,6 +246,15 @@ class Guard:
                 for parameter in parameters.values():
                     parameter.requires_grad_(on)
 
+    def phi(self, name: str) -> Tensor:
+        """Where φ is written: what of a parameter lies in this process."""
+        # .data: at the end the values are what they were, so graphs made before stay valid
+        return local(self._parameters[name]).data
+
+    def wrote(self) -> None:
+        """Parameters were written: nobody may go on with what was gathered before."""
+        reshard(self._sharded)
+
     def holds_still(self, name: str) -> bool:
         """Whether a real parameter was written by nobody but the engine so far; an `nn.Embedding`
         with `max_norm` writes its own.
@@ -261,9 +272,9 @@ class Guard:
     def restore(self) -> None:
         """Put everything back; it does not matter how often."""
         self._want(adapting=True, shared=True)
-        for name, parameter in self._parameters.items():
-            # .data: the values are what they were, so graphs made before stay valid
-            parameter.data.copy_(self.theta[name])
+        for name, theta in self.theta.items():
+            self.phi(name).copy_(theta)
+        self.wrote()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self.restore_buffers()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.engines.precision import Precision, precision_of
-from metanudge.params import Params, norm, per_row
+from metanudge.params import Params, joined, lengths, norm, per_row
 from metanudge.problem import TwoLevels
 
 logger = logging.getLogger("metanudge")
@@ -139,5 +139,4 @@ class Either:
 
 def _size(theta: Params, d: Params) -> Tensor:
     """‖θ + d‖ of each row, one tensor at a time."""
-    norms = [norm({n: theta[n] + leaf}) for n, leaf in d.items()]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return joined({n: lengths(theta[n] + leaf) for n, leaf in d.items()})
