@@ -95,8 +95,8 @@ def adapted(
     if own.spread is not None:
         raise TypeError(
             f"adapt copies the model, whose parameters are spread over {own.spread.ranks} ranks."
-            " learner.evaluate(tasks) adapts in place and measures; for an adapted model load the"
-            " checkpoint (metanudge.training.checkpoint.load_sharded) into one that is not sharded."
+            " learner.evaluate(tasks) adapts in place and measures. For an adapted model load a"
+            " checkpoint (metanudge.training.checkpoint.sharded) into one that is not sharded."
         )
     model = copy.deepcopy(own.objective.model)
     problem = Problem(Objective(model, own.objective.loss), own.proximal, adapt=patterns)

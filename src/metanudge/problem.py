@@ -237,8 +237,8 @@ class Problem:
     ) -> None:
         self.objective = objective
         self.spread = Spread.of(objective.model)
-        if self.spread is not None and self.spread.modules:
-            self.twice_differentiable = False  # autograd sees gathered parameters, not ours
+        if self.spread is not None:
+            self.twice_differentiable = False  # autograd sees gathered copies, not our parts
         trainable = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError(

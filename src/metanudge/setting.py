@@ -17,7 +17,7 @@ from metanudge.engines.undisturbed import claimed, restored, uninterrupted
 from metanudge.params import Params
 from metanudge.problem import Loss, Objective, Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
-from metanudge.spread import is_spread, reshard, sharded_modules, spread_over, whole
+from metanudge.spread import at_rest, is_spread, spread_over, whole
 
 
 class Setting(nn.Module):
@@ -83,7 +83,7 @@ class Setting(nn.Module):
         """The two-level problem as it stands: made anew when parameters were frozen, moved, cast or
         exchanged.
         """
-        reshard(sharded_modules(self.model))  # or its parameters might be gathered copies
+        at_rest(self.model)  # or its parameters might be gathered copies
         key = self._fingerprint()
         if self._made is None or self._made[0] != key:
             term = self.log_lam if self.log_lam is not None else self.lam
@@ -175,6 +175,7 @@ def at_work(setting: Setting, *, compile: bool, alone: bool = True) -> Iterator[
         uninterrupted(),
         claimed(setting._made[1], alone=alone),
         restored(lambda: torch._C._set_grad_enabled(enabled)),
+        restored(lambda: at_rest(setting.model)),
     ):
         # only now: another thread's work would look like exchanged parameters
         problem = setting.problem()

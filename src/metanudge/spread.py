@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -93,6 +93,18 @@ def reshard(modules: Iterable[Any]) -> None:
         module.reshard()
 
 
+def at_rest(model: nn.Module) -> None:
+    """Have the shards in the place of gathered parameters; where an error broke off a pass, FSDP
+    believes to be still in it, and is told otherwise.
+    """
+    modules = sharded_modules(model)
+    for module in modules:
+        if module._get_fsdp_state()._training_state.name != "IDLE":
+            with suppress(RuntimeError):  # the root does it for all others
+                module.reset_iter_state()
+    reshard(modules)
+
+
 class Spread:
     """Over which ranks a model is spread, and what they know together.
 
@@ -102,11 +114,14 @@ class Spread:
     Attributes:
         modules: those to which `fully_shard` was applied.
         ranks: how many processes work on the same task.
+        in_half: whether passes compute in 16 bits by FSDP's own policy.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = sharded_modules(model)
-        reshard(self.modules)
+        policies = [module._get_fsdp_state()._mp_policy for module in self.modules]
+        dtypes = [policy.param_dtype for policy in policies if policy.param_dtype is not None]
+        self.in_half = any(dtype.itemsize < 4 for dtype in dtypes)
         self._holders: dict[str, _Groups] = {}
         groups: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
@@ -115,7 +130,7 @@ class Spread:
                 own = [mesh.get_group(axis) for axis in range(mesh.ndim)]
                 groups |= {group.group_name: group for group in own}
                 self._holders[name] = tuple(
-                    group for group, at in zip(own, placements, strict=True) if at.is_shard()
+                    g for g, at in zip(own, placements, strict=True) if not at.is_replicate()
                 )
                 if self.modules and placements[0].is_replicate():
                     raise TypeError(

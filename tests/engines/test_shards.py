@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 import metanudge as mn
@@ -266,7 +271,7 @@ def test_it_trains_evaluates_and_refuses_like_one_process() -> None:
         told = rank["refused"]
         for name, part in {
             "other tasks": "different tasks",
-            "adapt": "load_sharded",
+            "adapt": "checkpoint.sharded",
             "stacked": 'engine="stacked"',
             "Exact": "Exact needs the stacked engine",
             "IMAML": "no Hessian products by autograd",
@@ -293,3 +298,47 @@ def test_it_trains_evaluates_and_refuses_like_one_process() -> None:
         dim=0,
     )
     assert float(cosine) > 0.99
+
+
+def wide_perceptron() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)
+        return nn.Sequential(*layers).double()
+
+
+PARALLEL = ["loss nudge", "MAML", "λ per tensor"]
+
+
+def tensor_parallel() -> dict[str, Found]:
+    """Columns and rows over four ranks, and over two beside two shards; a Transformer on four
+    shards.
+    """
+    results = {}
+    for name in PARALLEL:
+        for axes in ((4,), (2, 2)):
+            model, names = wide_perceptron(), ("shards", "parallel")[-len(axes) :]
+            mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(model, mesh["parallel"], plan)
+            if len(axes) > 1:
+                fully_shard(model, mesh=mesh["shards"])
+            results[f"{name} {axes}"] = found(learner_of(model, **CASES[name]))
+    setup = transformer(dropout=0.1, tasks=1)
+    learner = learner_of(fully_shard(setup.model), estimator=mn.FOBMAML(nu=0.05))
+    stats = learner.backward(setup.tasks)
+    results["Transformer"] = {n: full(p.grad) for n, p in learner.named_parameters()}, stats
+    return results
+
+
+def test_tensor_parallel_layers_and_a_transformer() -> None:
+    ranks = on_ranks(4, tensor_parallel)
+    setup = transformer(dropout=0.1, tasks=1)
+    learner = learner_of(setup.model, "inplace", estimator=mn.FOBMAML(nu=0.05))
+    stats = learner.backward(setup.tasks)
+    whole = {n: full(p.grad) for n, p in learner.named_parameters()}, stats
+    for rank in ranks:
+        assert_alike("Transformer", rank.pop("Transformer"), whole)
+        for name, own in rank.items():
+            case = CASES[name.rpartition(" (")[0]]
+            assert_alike(name, own, found(learner_of(wide_perceptron(), "inplace", **case)))

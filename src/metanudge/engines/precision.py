@@ -27,7 +27,10 @@ def precision_of(problem: TwoLevels) -> Precision:
     bits = min(torch.finfo(p.dtype).bits for p in problem.parameters.values())
     if bits < 32:
         return Precision.HALF
-    if torch.is_autocast_enabled(problem.device.type):
+    by_policy = (
+        isinstance(problem, Problem) and problem.spread is not None and problem.spread.in_half
+    )
+    if by_policy or torch.is_autocast_enabled(problem.device.type):
         return Precision.AUTOCAST
     if bits > 32:
         return Precision.DOUBLE

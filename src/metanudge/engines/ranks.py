@@ -51,10 +51,10 @@ def check_solver(solver: Solver) -> None:
 
 
 def refuse_products(problem: Problem) -> None:
-    """Raise where autograd would take parameters for constants: FSDP gathers copies of them."""
-    if problem.spread is not None and problem.spread.modules:
+    """Raise where autograd would take parameters for constants: FSDP computes with copies."""
+    if problem.spread is not None:
         raise TypeError(
-            "FSDP gathers copies of the parameters for each pass, through which autograd cannot be"
-            " followed twice, so there are no Hessian products by autograd. Use"
+            "The parameters are spread over several ranks, and passes gather copies of them, so"
+            " there are no Hessian products by autograd. Use"
             ' MAML(products="difference") or FOBMAML(), and GradientDescent as solver.'
         )
