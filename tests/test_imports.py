@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
 # layer.
 LAYERS = (
     {"version", "names"},
-    {"params", "task"},
+    {"params", "spread", "task"},
     {"proximal", "objective"},
     {"rates"},
     {"problem"},
@@ -31,7 +31,7 @@ LAYERS = (
     {"engines"},
     {"accel"},
     {"estimators"},
-    {"tuning", "setting", "evaluation"},
+    {"tuning", "setting", "evaluation", "split"},
     {"engine_choice"},
     {"learner", "gradcheck", "bilevel"},
     {"testing"},

@@ -104,6 +104,9 @@ class EngineChoice:
         """The engine for a batch, and why."""
         if wish.engine == "inplace":
             return InplaceEngine(), "as asked"
+        if problem.spread is not None:
+            _refuse_stacking(wish)
+            return InplaceEngine(), f"the parameters are spread over {problem.spread.ranks} ranks"
         rows = wish.chunk if wish.chunk is not None else self._rows_for(problem, batch, wish)
         stacked = StackedEngine(rows)
         if wish.engine == "stacked":
@@ -148,6 +151,18 @@ class EngineChoice:
             fit = rows_that_fit(per_row, free)
             self._room = {key: None if fit >= len(batch) * width else fit}
         return self._room[key]
+
+
+def _refuse_stacking(wish: Wish) -> None:
+    if wish.engine == "stacked" or "inplace" not in wish.estimator.engines:
+        what = (
+            'engine="stacked"' if wish.engine == "stacked" else f"{type(wish.estimator).__name__}"
+        )
+        raise StackingError(
+            f"{what} needs the stacked engine, which stacks whole parameters, but the model's are"
+            " spread over several ranks (DTensor). Use an estimator that runs in place (FOBMAML,"
+            ' FOMAML, Reptile, MAML(products="difference")) and leave engine out.'
+        )
 
 
 def _choose_on_cpu(

@@ -20,6 +20,7 @@ from metanudge.objective import Objective
 from metanudge.params import Params
 from metanudge.problem import Problem, is_constant
 from metanudge.solvers import Solver
+from metanudge.spread import local
 from metanudge.task import Batch, Task, TaskBatch
 
 
@@ -98,6 +99,12 @@ def adapted_copy(
 
     Frozen parameters and buffers that are constants are the model's own.
     """
+    if own.spread is not None:
+        raise TypeError(
+            f"adapt copies the model, whose parameters are spread over {own.spread.ranks} ranks."
+            " `with learner.adapted(support) as model:` adapts it in place, and"
+            " learner.evaluate(tasks) measures."
+        )
     own_model = own.objective.model
     kept: list[Tensor] = [p for p in own_model.parameters() if not p.requires_grad]
     kept += [buffer for *_, buffer in _constants(own_model)]
@@ -121,6 +128,7 @@ def adapted_in_place(problem: Problem, moved: Params) -> Iterator[nn.Module]:
         guard = Guard(problem)
         with restored(guard.restore):
             _move(problem, moved)
+            guard.wrote()
             del moved
             yield problem.objective.model
 
@@ -142,7 +150,8 @@ def displacement(problem: Problem, support: Batch, solver: Solver, seed: int) ->
 def _move(problem: Problem, moved: Params) -> None:
     with torch.no_grad():
         for name, parameter in problem.parameters.items():
-            parameter.data.copy_(parameter + moved[name])
+            phi = local(parameter.data)
+            phi.copy_(phi + moved[name])
 
 
 def _constants(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

@@ -35,6 +35,7 @@ from metanudge.rates import InnerRates, RatePer
 from metanudge.setting import Setting, add_to_grad, at_work, meta_loss
 from metanudge.solvers import EXAMPLES, GradientDescent, Solver
 from metanudge.solvers.base import check_kind
+from metanudge.split import mean_over
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
@@ -130,7 +131,13 @@ class MetaLearner(Setting):
         self._settle(self.solver)
 
     def backward(
-        self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0
+        self,
+        tasks: Tasks,
+        *,
+        metrics: bool = True,
+        seed: int | None = None,
+        first: int = 0,
+        over: Any = None,
     ) -> Stats:
         """Add the mean meta-gradient of the tasks to the parameters' `.grad`, like
         `loss.backward()`.
@@ -145,9 +152,11 @@ class MetaLearner(Setting):
             metrics: also measure query loss and accuracy before and after adaptation.
             seed: of dropout masks and minibatches; by default from the learner's and the calls.
             first: place of the first task in a meta-batch shared among machines.
+            over: one dimension of a device mesh (or a process group) over whose ranks the tasks are
+                split. All ranks give all tasks, and get the mean over all of them.
         """
         with self._at_work() as problem:
-            gradient, stats = self._meta_gradient(problem, tasks, metrics, seed, first)
+            gradient, stats = self._meta_gradient(problem, tasks, metrics, seed, first, over)
             obey()
             add_to_grad(gradient, problem.meta_parameters)
             self._count()
@@ -170,29 +179,39 @@ class MetaLearner(Setting):
         return meta_loss(compute, self.problem().meta_parameters)
 
     def meta_gradient(
-        self, tasks: Tasks, *, metrics: bool = True, seed: int | None = None, first: int = 0
+        self,
+        tasks: Tasks,
+        *,
+        metrics: bool = True,
+        seed: int | None = None,
+        first: int = 0,
+        over: Any = None,
     ) -> tuple[Params, Stats]:
         """The mean meta-gradient, keyed like `model.named_parameters()`, then `log_lam.…` where λ
         is learned and `log_lr.…` (`lr.…`) where inner rates are; writes no `.grad`.
         """
         with self._at_work() as problem:
-            result = self._meta_gradient(problem, tasks, metrics, seed, first)
+            result = self._meta_gradient(problem, tasks, metrics, seed, first, over)
             self._count()
         return result
 
     def _meta_gradient(
-        self, problem: Problem, tasks: Tasks, metrics: bool, seed: int | None, first: int
+        self, problem: Problem, tasks: Tasks, metrics: bool, seed: int | None, first: int, over: Any
     ) -> tuple[Params, Stats]:
         batch, solver = TaskBatch.of(tasks), self.solver
         draw = mix(self.seed, self.calls) if seed is None else seed
-        make = partial(meta_gradient, problem, batch, solver=solver, seed=draw, first=first)
-        make = partial(make, metrics=metrics, recorder=self._choice.recorder(problem))
+        make = partial(meta_gradient, problem, solver=solver, seed=draw, metrics=metrics)
+        make = partial(make, recorder=self._choice.recorder(problem))
 
         def run(engine: Engine) -> tuple[Params, Stats]:
             estimator = self.tuner.settled(
                 self.estimator, problem, batch, solver=solver, engine=engine, seed=draw, first=first
             )
-            gradient, stats = make(estimator=estimator, engine=engine)
+
+            def of(part: TaskBatch, begin: int) -> tuple[Params, Stats]:
+                return make(part, estimator=estimator, engine=engine, first=first + begin)
+
+            gradient, stats = of(batch, 0) if over is None else mean_over(over, batch, of)
             return gradient, self.tuner.report(self.estimator, problem, stats)
 
         return self._choice.run(problem, batch, self._wish(), run)

@@ -13,6 +13,8 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
+from metanudge.spread import present
+
 Params = dict[str, Tensor]
 """Tensors keyed like `named_parameters()`; inside solvers each has shape `(rows,
 *parameter.shape)`.
@@ -31,8 +33,9 @@ def num_rows(a: Mapping[str, Tensor]) -> int:
 
 def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """Inner product of each row, shape `(rows,)`."""
-    products = [torch.linalg.vecdot(_matrix(a[name]), _matrix(b[name])) for name in a]
-    return torch.stack(products).sum(0)
+    products = {name: torch.linalg.vecdot(_matrix(a[name]), _matrix(b[name])) for name in a}
+    spread = present()
+    return torch.stack([*products.values()]).sum(0) if spread is None else spread.sum(products)
 
 
 @singledispatch
@@ -40,8 +43,21 @@ def norm(a: Mapping[str, Tensor]) -> Tensor:
     """Euclidean norm of each row, shape `(rows,)`; allocates nothing of the size of `a`. Mappings
     that know a shorter way register it, here and with `condensed`.
     """
-    norms = [torch.linalg.vector_norm(_matrix(leaf), dim=1) for leaf in a.values()]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return joined({name: lengths(leaf) for name, leaf in a.items()})
+
+
+def lengths(leaf: Tensor) -> Tensor:
+    """Euclidean norm of each row of a leaf (of the part that lies in this process), `(rows,)`."""
+    return torch.linalg.vector_norm(_matrix(leaf), dim=1)
+
+
+def joined(norms: Mapping[str, Tensor]) -> Tensor:
+    """The norm of the whole from those of its leaves; over all ranks where leaves are spread."""
+    spread = present()
+    if spread is None:
+        return torch.linalg.vector_norm(torch.stack([*norms.values()]), dim=0)
+    dtype = next(iter(norms.values())).dtype
+    return spread.sum({n: value.double().square() for n, value in norms.items()}).sqrt().to(dtype)
 
 
 def per_row(values: Tensor, like: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from metanudge.proximal import (
     proximal_term,
 )
 from metanudge.rates import LearnedRates
+from metanudge.spread import Spread, local
 from metanudge.task import TaskBatch, tensors
 
 Nudge = Literal["loss", "gradient"]
@@ -99,6 +100,7 @@ class Problem:
         smallest_lam: the strong convexity that the proximal term guarantees by itself: the smallest
             λ.
         theta_dtypes: those of displacements: the parameter's own, float32 at least.
+        spread: over which ranks the model is spread; None where all of it is here.
     """
 
     learns_theta = True
@@ -117,6 +119,9 @@ class Problem:
         self.objective = objective
         _refuse_synchronising_wrappers(objective.model)
         _refuse_parameters_of_the_loss(objective.loss)
+        self.spread = Spread.of(objective.model)
+        if self.spread is not None:
+            self.twice_differentiable = False  # autograd sees gathered copies, not our parts
         trainable = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError(
@@ -199,7 +204,8 @@ class Problem:
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero, in float32 at least."""
         return {
-            n: torch.zeros_like(p, dtype=wide(p.dtype)) for n, p in self.meta_parameters.items()
+            n: torch.zeros_like(local(p), dtype=wide(p.dtype), requires_grad=False)
+            for n, p in self.meta_parameters.items()
         }
 
     def check_tasks(self, batch: TaskBatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
 from metanudge.rates import InnerRates, LearnedRates, RatePer
 from metanudge.solvers import Solver
 from metanudge.solvers.rated import own_rate
+from metanudge.spread import at_rest, is_spread, spread_over, whole
 
 
 class Setting(nn.Module):
@@ -97,6 +99,7 @@ class Setting(nn.Module):
         """The two-level problem as it stands: made anew when parameters were frozen, moved, cast or
         exchanged.
         """
+        at_rest(self.model)  # or its parameters might be gathered copies
         key = self._fingerprint()
         if self._made is None or self._made[0] != key:
             term = self.log_lam if self.log_lam is not None else self.lam
@@ -121,7 +124,11 @@ class Setting(nn.Module):
         """
         problem = self.problem()
         problem.proximal.refresh()
-        return {n: leaf.clone() for n, leaf in problem.lam.items()}
+        own = problem.parameters
+        return {
+            n: whole(leaf.clone(), own[n]) if leaf.ndim else leaf.clone()
+            for n, leaf in problem.lam.items()
+        }
 
     def lam_parameters(self) -> Iterator[nn.Parameter]:
         """log λ, where it is learned."""
@@ -211,11 +218,13 @@ def at_work(setting: Setting, *, compile: bool, alone: bool = True) -> Iterator[
         uninterrupted(),
         claimed(setting._made[1], alone=alone),
         restored(lambda: torch._C._set_grad_enabled(enabled)),
+        restored(lambda: at_rest(setting.model)),
     ):
         # only now: another thread's work would look like exchanged parameters
         problem = setting.problem()
         compiling = nullcontext() if compile else compilation(False)
-        with torch.inference_mode(False), torch.enable_grad(), compiling:
+        spread = spread_over(problem.spread)
+        with torch.inference_mode(False), torch.enable_grad(), compiling, spread:
             yield problem
 
 
@@ -239,6 +248,7 @@ def _add(gradients: list[Tensor], parameters: list[Tensor]) -> None:
     """
     pairs = list(zip(parameters, gradients, strict=True))
     known = [(p.grad, g) for p, g in pairs if p.grad is not None]
+    known.sort(key=lambda pair: is_spread(pair[0]))  # one kind at a time, for torch's sake
     new = [
         (p, g if g.stride() == p.stride() else torch.empty_like(p).copy_(g))
         for p, g in pairs
@@ -247,8 +257,8 @@ def _add(gradients: list[Tensor], parameters: list[Tensor]) -> None:
     try:
         for p, g in new:
             p.grad = g
-        if known:
-            torch._foreach_add_([grad for grad, _ in known], [g for _, g in known])
+        for _, alike in groupby(known, key=lambda pair: is_spread(pair[0])):
+            torch._foreach_add_(*map(list, zip(*alike, strict=True)))
     except BaseException:
         for p, _ in new:
             p.grad = None
@@ -285,7 +295,7 @@ class _MetaLoss(torch.autograd.Function):
     ) -> Tensor:
         gradient, loss = compute()
         ctx.save_for_backward(
-            *(g.to(p) for g, p in zip(gradient.values(), parameters, strict=True))
+            *(g.to(p.dtype) for g, p in zip(gradient.values(), parameters, strict=True))
         )
         return parameters[0].new_tensor(loss)
 

@@ -71,7 +71,7 @@ def test_a_large_constant_is_copied_once(monkeypatch: pytest.MonkeyPatch):
     setup = setup_for("not at all")
     learner = mn.MetaLearner(setup.model, setup.loss, engine="inplace")
     learner.backward(setup.tasks)
-    held = [buffer._value for buffer in Guard(learner.problem()).buffers]
+    held = [buffer.value for buffer in Guard(learner.problem()).buffers.all]
     assert held == [None, None]
     with monkeypatch.context() as patch:
         copies: list[int] = []

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from metanudge.params import Params
+from metanudge.params import Params, joined
+from metanudge.spread import gradient_of, is_spread, local
 
 Take = Callable[[str, Tensor], None]
 _LEFT = 0.02  # of all entries, in parameters whose gradients wait
@@ -38,7 +39,8 @@ class Listener:
     """Hears of every parameter whose gradient is there, from the first use until `close`.
 
     Left out are the smallest parameters, a fiftieth of all entries, which would cost more time than
-    memory; and those below float32.
+    memory; those below float32; and those that are spread over ranks, whose gradients come from
+    there, on a stream of their own.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -180,15 +182,15 @@ class Descent:
         rest = {
             n: row(take_gradient(p)) for n, p in self._parameters.items() if n not in self._norms
         }
-        norms = [norm for norm in self._norms.values() if norm is not None]
-        norms += self._motions([name for name, norm in self._norms.items() if norm is None])
+        norms = {name: norm for name, norm in self._norms.items() if norm is not None}
+        norms |= self._motions([name for name, norm in self._norms.items() if norm is None])
         if rest:
             for name, leaf in rest.items():
                 self._forces.add(leaf, self._d[name], *self._forces.of(name, leaf))
             leaves = list(rest.values())
-            norms += torch._foreach_norm(leaves)
+            norms |= dict(zip(rest, torch._foreach_norm(leaves), strict=True))
             torch._foreach_add_([self._d[n] for n in rest], leaves, alpha=-self._lr)
-        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
+        return joined(norms).reshape(1)
 
     def _step(self, name: str, g: Tensor) -> Tensor | None:
         """Step with the first part of a parameter's gradient, which is overwritten; its norm if it
@@ -214,23 +216,23 @@ class Descent:
         self._d[name] = g
         return torch.linalg.vector_norm(torch.stack(norms))
 
-    def _motions(self, names: list[str]) -> list[Tensor]:
+    def _motions(self, names: list[str]) -> Params:
         """‖φ − θ − d‖ / α of these parameters; overwrites φ, which saves a copy."""
         if not names:
-            return []
+            return {}
         phi = [self._parameters[n].data for n in names]
         torch._foreach_sub_(phi, [self._theta[n] for n in names])
         torch._foreach_sub_(phi, [self._d[n][0] for n in names])
         motions = list(torch._foreach_norm(phi))
         torch._foreach_mul_(motions, 1 / self._lr)
-        return motions
+        return dict(zip(names, motions, strict=True))
 
 
 def take_gradient(parameter: Tensor) -> Tensor:
     """A parameter's gradient, taken out of it; zeros where there is none."""
-    g = parameter.grad
+    g = gradient_of(parameter)
     if g is None:
-        return torch.zeros_like(parameter, requires_grad=False)
+        return torch.zeros_like(local(parameter), requires_grad=False)
     parameter.grad = None
     return g
 
@@ -241,7 +243,9 @@ def row(g: Tensor) -> Tensor:
 
 
 def _all_but_the_smallest(parameters: Mapping[str, Tensor]) -> list[str]:
-    sizes = {n: p.numel() for n, p in parameters.items() if p.dtype.itemsize >= 4}
+    sizes = {
+        n: p.numel() for n, p in parameters.items() if p.dtype.itemsize >= 4 and not is_spread(p)
+    }
     left = _LEFT * sum(sizes.values())
     for name in sorted(sizes, key=sizes.__getitem__):
         left -= sizes[name]

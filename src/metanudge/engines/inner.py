@@ -22,6 +22,7 @@ from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
 from metanudge.solvers.conjugate_gradient import LinearSolve
 from metanudge.solvers.rated import solve_rated
+from metanudge.spread import local
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class Inner(ABC):
         """Zero displacements."""
         dtypes, device = self.problem.theta_dtypes, self.problem.device
         return {
-            n: torch.zeros((rows, *p.shape), dtype=dtypes[n], device=device)
+            n: torch.zeros((rows, *local(p).shape), dtype=dtypes[n], device=device)
             for n, p in self.problem.parameters.items()
         }
 

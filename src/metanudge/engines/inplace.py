@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,11 +29,14 @@ from metanudge.engines.diagnosis import model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
 from metanudge.engines.once import refuse_once_differentiable
 from metanudge.engines.randomness import Draws, minibatch
+from metanudge.engines.ranks import check_solver, check_tasks, refuse_products
 from metanudge.engines.undisturbed import Guard, claimed, restored, uninterrupted
 from metanudge.objective import LossError
 from metanudge.params import Params
 from metanudge.problem import Nudge, Problem
 from metanudge.proximal import Diagonal
+from metanudge.solvers.base import Solution, Solver
+from metanudge.spread import agreed
 from metanudge.task import Batch, Task, TaskBatch, map_tensors
 
 Result = TypeVar("Result")
@@ -57,6 +60,8 @@ class InplaceEngine:
         first: int = 0,
     ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch as groups of one; the module is restored when the session ends."""
+        if problem.spread is not None:
+            check_tasks(problem.spread, batch, seed)
         with uninterrupted(), claimed(problem):
             problem.proximal.refresh()
             draws, guard = Draws(seed, problem.device, problem.modules), Guard(problem)
@@ -94,6 +99,14 @@ class InplaceInner(Inner):
         self._guard = guard
         self._listener = listener
         self._draws = draws
+        if problem.spread is not None:
+            self.path = f"parameters spread over {problem.spread.ranks} ranks"
+
+    def solve(self, solver: Solver, **how: Any) -> Solution:
+        """Of parameters that are spread over ranks, not by what looks at whole tensors."""
+        if self.problem.spread is not None:
+            check_solver(solver)
+        return super().solve(solver, **how)
 
     @property
     def nudges_at_once(self) -> int:
@@ -207,6 +220,7 @@ class InplaceInner(Inner):
         """By all that requires grad, in one double backward."""
         if not self.problem.shared:
             return super().support_hvp(d, v, step, batch_size)
+        refuse_products(self.problem)
         self._write(d)
         with self._guard.sharing():
             with sdpa_kernel(SDPBackend.MATH):
@@ -258,6 +272,7 @@ class InplaceInner(Inner):
         self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
     ) -> tuple[Tensor, Params, Params]:
         """Losses, gradient and Hessian-vector product by double backward."""
+        refuse_products(self.problem)
         self._write(d)
         with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivatives
             total = self._loss(self._support(step, batch_size), step, "support")
@@ -281,19 +296,21 @@ class InplaceInner(Inner):
         """Put φ = θ + d into the module, or φ moved further along a direction."""
         theta = self._guard.theta
         with torch.no_grad():
-            for name, parameter in self.problem.parameters.items():
+            for name in self.problem.parameters:
+                place = self._guard.phi(name)
                 if d is None:
-                    parameter.data.copy_(theta[name])
-                elif d[name].dtype == parameter.dtype:
-                    torch.add(theta[name], d[name][0], out=parameter.data)
+                    place.copy_(theta[name])
+                elif d[name].dtype == place.dtype:
+                    torch.add(theta[name], d[name][0], out=place)
                 else:
                     phi = theta[name] + d[name][0]
                     if along is not None and by is not None:
                         phi.addcmul_(along[name][0], by.to(phi))
-                    parameter.data.copy_(phi)
+                    place.copy_(phi)
                     continue
                 if along is not None and by is not None:
-                    parameter.data.addcmul_(along[name][0], by.to(parameter.dtype))
+                    place.addcmul_(along[name][0], by.to(place.dtype))
+        self._guard.wrote()
         if torch.is_autocast_enabled(self.problem.device.type):
             torch.clear_autocast_cache()  # it holds casts of the parameters' old values
 
@@ -326,7 +343,8 @@ class InplaceInner(Inner):
         if loss.requires_grad:  # a loss that ignores the parameters contributes nothing
             loss.backward(None if scale is None else scale.to(loss.dtype))
         self._guard.restore_buffers()
-        return loss.detach() if scale is None else loss.detach() * scale
+        value = agreed(loss.detach())
+        return value if scale is None else value * scale
 
     def _evaluate(
         self, batch: Batch, d: Params | None, step: int, which: str
@@ -335,7 +353,8 @@ class InplaceInner(Inner):
         with torch.no_grad():
             measured = self._run(self.problem.objective, batch, step, which)
         self._guard.restore_buffers()
-        return measured
+        loss, accuracy, extra = measured
+        return agreed(loss), agreed(accuracy), {n: agreed(value) for n, value in extra.items()}
 
     def _collect(self, parameters: Mapping[str, Tensor] | None = None) -> Params:
         """Take the gradients (by the parameters that adapt, unless others are given) out of the

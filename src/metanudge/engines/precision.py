@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from metanudge.problem import Problem
+
 _ON_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
 
 
@@ -38,7 +40,10 @@ def precision_of(problem: Computed) -> Precision:
     bits = min(torch.finfo(p.dtype).bits for p in problem.parameters.values())
     if bits < 32:
         return Precision.HALF
-    if torch.is_autocast_enabled(problem.device.type):
+    by_policy = (
+        isinstance(problem, Problem) and problem.spread is not None and problem.spread.in_half
+    )
+    if by_policy or torch.is_autocast_enabled(problem.device.type):
         return Precision.AUTOCAST
     if bits > 32:
         return Precision.DOUBLE

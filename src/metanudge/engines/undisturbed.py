@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metanudge.problem import Problem, is_constant
+from metanudge.spread import local, reshard
 
 PATIENCE = 2.0
 """Seconds that a signal waits; then one more is obeyed wherever the program is, since the
@@ -210,7 +211,8 @@ class Guard:
         self._parameters = problem.parameters
         # a loss may have parameters of its own
         self._gradients = [(p, p.grad) for p in problem.objective.parameters()]
-        self.theta = {n: p.detach().clone() for n, p in problem.parameters.items()}
+        self.theta = {n: self.phi(n).clone() for n in problem.parameters}
+        self._sharded = [] if problem.spread is None else problem.spread.modules
         self.buffers = Buffers(problem.modules)
         self._versions = {n: p._version for n, p in problem.parameters.items()}
         self._shared = problem.shared
@@ -240,6 +242,15 @@ class Guard:
                 for parameter in parameters.values():
                     parameter.requires_grad_(on)
 
+    def phi(self, name: str) -> Tensor:
+        """Where φ is written: what of a parameter lies in this process."""
+        # .data: at the end the values are what they were, so graphs made before stay valid
+        return local(self._parameters[name]).data
+
+    def wrote(self) -> None:
+        """Parameters were written: nobody may go on with what was gathered before."""
+        reshard(self._sharded)
+
     def holds_still(self, name: str) -> bool:
         """Whether a real parameter was written by nobody but the engine so far; an `nn.Embedding`
         with `max_norm` writes its own.
@@ -257,9 +268,9 @@ class Guard:
     def restore(self) -> None:
         """Put everything back; it does not matter how often."""
         self._want(adapting=True, shared=True)
-        for name, parameter in self._parameters.items():
-            # .data: the values are what they were, so graphs made before stay valid
-            parameter.data.copy_(self.theta[name])
+        for name, theta in self.theta.items():
+            self.phi(name).copy_(theta)
+        self.wrote()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self.buffers.restore()
@@ -274,8 +285,8 @@ class Buffers:
     """
 
     def __init__(self, modules: Iterable[nn.Module], before: Buffers | None = None) -> None:
-        known = {} if before is None else {(b.module, b.name): b.value for b in before._all}
-        self._all: list[Buffer] = [
+        known = {} if before is None else {(b.module, b.name): b.value for b in before.all}
+        self.all: list[Buffer] = [
             Buffer(module, name, known.get((module, name)))
             for module in modules
             for name in module._buffers
@@ -283,12 +294,12 @@ class Buffers:
 
     def look(self) -> None:
         """After an evaluation: which constants are some."""
-        for buffer in self._all:
+        for buffer in self.all:
             buffer.look()
 
     def restore(self) -> None:
         """Put them back; it does not matter how often."""
-        for buffer in self._all:
+        for buffer in self.all:
             buffer.restore()
 
 

@@ -13,6 +13,7 @@ from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, per_row, tiled, wide
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
+from metanudge.spread import part_of
 
 
 @dataclass(frozen=True)
@@ -83,5 +84,6 @@ class ESMAML(Estimator):
         noise = {}
         for name, p in perturbed.items():
             rows = [torch.randn(p.shape, generator=g, dtype=torch.float64) for g in generators]
-            noise[name] = torch.stack(rows).to(problem.device, wide(p.dtype))
+            here = [part_of(row.to(problem.device, wide(p.dtype)), p) for row in rows]
+            noise[name] = torch.stack(here)
         return noise

@@ -11,8 +11,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from metanudge.params import Params
+from metanudge.params import Params, joined
 from metanudge.problem import TwoLevels
+from metanudge.spread import local
 
 LADDER = tuple(0.5 * 10 ** (-rung / 2) for rung in range(7))
 """The ν that are tried: 0.5, 0.16, 0.05, …, 0.0005. With the loss nudge, f̂ − νf is no longer
@@ -128,11 +129,12 @@ class Motion:
     def __init__(self, problem: TwoLevels, whole: Params | None = None) -> None:
         dtypes = problem.theta_dtypes
         self.sum = (
-            {n: torch.zeros_like(p, dtype=dtypes[n]) for n, p in problem.parameters.items()}
+            {n: torch.zeros_like(local(p), dtype=dtypes[n]) for n, p in problem.parameters.items()}
             if whole is None
             else whole
         )
-        self._roundings = [torch.zeros((), dtype=torch.float64, device=problem.device)]
+        zero = torch.zeros((), dtype=torch.float64, device=problem.device)
+        self._roundings = dict.fromkeys(self.sum, zero)
 
     @torch.no_grad()
     def add(self, d: Params, weights: Sequence[float]) -> None:
@@ -143,12 +145,13 @@ class Motion:
                 if weight:
                     leaf.add_(rows[0] if len(rows) == 1 else rows.sum(0), alpha=weight)
                     size = torch.linalg.vector_norm(rows, dtype=torch.float64)
-                    self._roundings.append(size * (abs(weight) * torch.finfo(rows.dtype).eps))
+                    lost = size * (abs(weight) * torch.finfo(rows.dtype).eps)
+                    self._roundings[name] = torch.hypot(self._roundings[name], lost)
 
     @property
     def rounding(self) -> Tensor:
         """Independent errors add as their squares."""
-        return torch.linalg.vector_norm(torch.stack(self._roundings))
+        return joined(self._roundings)
 
 
 class Disagreement:
@@ -160,10 +163,10 @@ class Disagreement:
 
     def see(self, motion: Motion) -> None:
         """Hear of the motion at the next ν."""
-        size, rounding = _size(motion.sum.values()), motion.rounding
+        size, rounding = _size(motion.sum.items()), motion.rounding
         if self._before is not None:
             before, size_before, rounding_before = self._before
-            apart = _size(leaf - before[n] for n, leaf in motion.sum.items())
+            apart = _size((n, leaf - before[n]) for n, leaf in motion.sum.items())
             errors = torch.stack([apart, torch.hypot(rounding, rounding_before)])
             self._found.append(errors / torch.minimum(size, size_before))
         self._before = motion.sum, size, rounding
@@ -175,7 +178,5 @@ class Disagreement:
         return tuple(apart), tuple(rounding)
 
 
-def _size(leaves: Iterable[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves])
-    )
+def _size(leaves: Iterable[tuple[str, Tensor]]) -> Tensor:
+    return joined({n: torch.linalg.vector_norm(leaf, dtype=torch.float64) for n, leaf in leaves})

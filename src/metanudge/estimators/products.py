@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metanudge.engines.precision import Computed, Precision, precision_of
-from metanudge.params import Params, norm, per_row
+from metanudge.params import Params, joined, lengths, norm, per_row
 from metanudge.solvers.base import check_positive
 
 logger = logging.getLogger("metanudge")
@@ -187,5 +187,4 @@ def check_epsilon(epsilon: float | Literal["auto"]) -> None:
 
 def _size(theta: Params, d: Params) -> Tensor:
     """‖θ + d‖ of each row, one tensor at a time."""
-    norms = [norm({n: theta[n] + leaf}) for n, leaf in d.items()]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return joined({n: lengths(theta[n] + leaf) for n, leaf in d.items()})

@@ -14,6 +14,7 @@ from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers import stability_advice
 from metanudge.solvers.base import Solver
+from metanudge.spread import whole
 from metanudge.task import TaskBatch
 
 _MANY = 10  # meta-steps
@@ -119,7 +120,9 @@ def meta_gradient(
         repeats = estimator.repeats_itself and engine.name == "stacked"
         step = MetaStep(problem, solver, estimator, engine, metrics, first, repeats)
         total = recorder.run(step, tasks, compute)
-    return total.gradient, total.finish(engine.name, partial(advice_on, problem, solver))
+    stats = total.finish(engine.name, partial(advice_on, problem, solver))
+    meta = problem.meta_parameters
+    return {n: whole(leaf, meta[n]) for n, leaf in total.gradient.items()}, stats
 
 
 def advice_on(problem: Problem, solver: Solver) -> str:
@@ -127,7 +130,7 @@ def advice_on(problem: Problem, solver: Solver) -> str:
     if problem.rates is not None:
         return "learn the inner rates more slowly, or start them at a smaller lr in the solver"
     lam = (
-        max(float(leaf.max()) for leaf in problem.lam.values())
+        max((float(leaf.max()) for leaf in problem.lam.values() if leaf.numel()), default=None)
         if isinstance(problem.proximal, Diagonal)
         else None
     )

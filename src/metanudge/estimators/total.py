@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Cost, Inner, Measured
-from metanudge.params import Params, combined, condensed
+from metanudge.params import Params, combined, condensed, joined
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solution
 
@@ -41,7 +41,8 @@ class Stats:
         support_gradients, query_gradients, hessian_products: evaluations per task.
         tasks: number of tasks.
         engine: where it ran.
-        path: how the stacked engine took gradients, and why not faster; empty in place.
+        path: how the stacked engine took gradients, and why not faster; in place empty, or over how
+            many ranks the parameters are spread.
         products: how `MAML` multiplied with Hessians; None for other estimators.
         extra: the numbers that a loss of the form `(loss, dict)` reports of the query set after
             adaptation.
@@ -201,7 +202,7 @@ class MetaGradient:
     def seal(self) -> None:
         """Nothing more will be added: have the device put together what `finish` wants to know."""
         norms = torch._foreach_norm(list(self.gradient.values()))
-        self._sums["gradient_norm"] = torch.linalg.vector_norm(torch.stack(norms)).double()
+        self._sums["gradient_norm"] = joined(dict(zip(self.gradient, norms, strict=True))).double()
         fine = [torch.isfinite(check.values).all().double() for check in self._checks]
         self._sealed = torch.stack([*fine, *self._sums.values()])
 

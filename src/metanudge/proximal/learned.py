@@ -15,6 +15,7 @@ from metanudge.params import Params, combined, dot, wide
 from metanudge.proximal.base import Force
 from metanudge.proximal.diagonal import Diagonal, multiply_by
 from metanudge.proximal.stiffness import Stiffness, stiffness_per_parameter
+from metanudge.spread import is_spread
 
 Per = Literal["scalar", "tensor", "parameter"]
 ALL = "all"
@@ -42,6 +43,11 @@ class LogStiffness(nn.Module):
             raise ValueError(
                 f"learn_lam={per!r} learns numbers, but lam is an operator. Give a number or a"
                 " mapping for lam, or leave learn_lam out."
+            )
+        if per == "parameter" and any(map(is_spread, parameters.values())):
+            raise ValueError(
+                'learn_lam="parameter" is not served where the parameters are sharded over several'
+                ' ranks. Use learn_lam="tensor" or "scalar".'
             )
         start = stiffness_per_parameter(lam, parameters)
         self._per: Per = per
@@ -110,7 +116,7 @@ class Learned(Diagonal):
         scale = self.lam if scale is None else scale
         for name, key in self._keys.items():
             if (target := gradient.get(key)) is not None:
-                _add_products(target, a[name], b[name], weights, scale[name])
+                _add_products(name, target, a[name], b[name], weights, scale[name])
 
     def bind(self, theta: Params, learned: Params) -> tuple[Force, float | Tensor]:
         """d ↦ exp(ρ) d."""
@@ -149,7 +155,7 @@ def _least(lam: Params) -> Tensor:
 
 
 def _add_products(
-    target: Tensor, a: Tensor, b: Tensor, weights: Sequence[float], factor: Tensor
+    name: str, target: Tensor, a: Tensor, b: Tensor, weights: Sequence[float], factor: Tensor
 ) -> None:
     """target += factor Σ_r w_r a_r b_r, summed over a whole tensor where the target has one entry
     for it.
@@ -159,5 +165,5 @@ def _add_products(
         if target.shape == a.shape[1:] and a.shape[0] == 1:
             target.addcmul_((a[0] * factor).to(target), b[0].to(target), value=weights[0])
             return
-        products = a * b if target.shape == a.shape[1:] else dot({"": a}, {"": b})
+        products = a * b if target.shape == a.shape[1:] else dot({name: a}, {name: b})
         target.addcmul_(combined(products, weights).to(target), factor.to(target))

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metanudge.params import Params, per_row, zeros_like
+from metanudge.params import Params, num_rows, per_row, zeros_like
 from metanudge.rates import Rates
 from metanudge.solvers.adjoint import Adjoint, Memory, Point, PulledBack, Update, pulled_back
 from metanudge.solvers.torch_optimizer import TorchOptimizer
+from metanudge.spread import present
 
 # In units of the gradient's precision and its largest entry: what sums leave where a gradient is
 # zero by symmetry.
@@ -253,8 +254,11 @@ def pulled_through(
 def _rounding_of(g: Params) -> Tensor:
     """How large an entry of each row's gradient may be by rounding alone, `(rows,)`."""
     largest = [leaf.abs().flatten(1).amax(1) for leaf in g.values() if leaf[0].numel()]
+    none = next(iter(g.values())).new_zeros(num_rows(g))
+    most = torch.stack([none, *largest]).amax(0)
+    spread = present()
     unit = max(torch.finfo(leaf.dtype).eps for leaf in g.values())
-    return _ROUNDINGS * unit * torch.stack(largest).amax(0)
+    return _ROUNDINGS * unit * (most if spread is None else spread.largest(most))
 
 
 def rule_of(solver: TorchOptimizer) -> Rule:

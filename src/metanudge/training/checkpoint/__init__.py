@@ -16,6 +16,9 @@ the format.
     optimizer.load_state_dict(checkpoint.state["optimizer"])
     set_rng_state(checkpoint.state["rng"])
 
+Models that are spread over ranks have checkpoints of their own, in
+`metanudge.training.checkpoint.sharded`; loading torch's code for them takes time.
+
 Three parts: values (`pack`, `unpack`) and random states; files that vouch for themselves; folders,
 one (`save`, `load`) and many (`CheckpointStore`).
 """
