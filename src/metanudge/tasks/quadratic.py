@@ -142,7 +142,7 @@ class Quadratic(Episodes):
         )
         return gradient
 
-    def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+    def draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
         tasks, dim = len(keys), self.dim
         gaussian = normal(fork(keys, np.array([0])), dim * dim).reshape(tasks, dim, dim)
         rotation, triangle = np.linalg.qr(gaussian)

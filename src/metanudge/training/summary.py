@@ -42,9 +42,6 @@ def facts(
     config: TrainConfig, source: Episodes, learner: MetaLearner, group: Group
 ) -> list[tuple[str, str]]:
     """What is being trained, how and on what."""
-    shape = f"regression, {source.shots} support and {source.queries} query points"
-    if source.kind == "classification":
-        shape = f"{source.ways}-way {source.shots}-shot, {source.queries} queries"
     device, own = learner.problem().device, group.slice(config.tasks)
     batch = source.batch(range(max(1, len(own))))
     engine, why = learner.choose_engine(batch)
@@ -59,7 +56,7 @@ def facts(
     plain = config.precision == "fp32" or (config.precision == "tf32" and device.type == "cpu")
     where = f"{name}, {config.dtype}" + ("" if plain else f", {config.precision}")
     return [
-        ("data", f"{config.data}: {shape}; {config.tasks} tasks per meta-step"),
+        ("data", f"{config.data}: {source.sizes()}; {config.tasks} tasks per meta-step"),
         ("inputs", describe_inputs(source)),
         ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
         ("estimator", f"{config.estimator} with {config.solver}"),
