@@ -47,7 +47,7 @@ USERS_OF_APART = LAYER["training"]
 # What may be loaded besides the standard library: when a module is imported, and inside the
 # functions that need it.
 EAGER = {"torch", "numpy", "metanudge"}
-LAZY_IN_TASKS = {"PIL", "pooch"}
+LAZY_IN_TASKS = {"PIL", "pandas", "pooch"}
 MAY_LOAD_MORE = {"training", "cli", "__main__"}
 
 

@@ -192,6 +192,7 @@ class ClassEpisodes(Episodes):
         return rows
 
     def draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+        """One task per key."""
         rows = self._rows(keys, split)
         return self._gather(rows[..., : self.shots]), self._gather(rows[..., self.shots :])
 

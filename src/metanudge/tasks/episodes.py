@@ -244,7 +244,7 @@ class Episodes(ABC):
     def _keys(self, indices: Iterable[int], split: Split) -> Keys:
         """The key of each episode, from which everything about it is drawn."""
         check_split(split)
-        return episode_keys(root_key(self.seed, SPLITS.index(split)), _as_indices(indices))
+        return episode_keys(root_key(self.seed, SPLITS.index(split)), as_indices(indices))
 
     def __repr__(self) -> str:
         sizes = [len(self.classes(split)) for split in SPLITS]
@@ -274,7 +274,8 @@ def check_split(split: str) -> None:
         )
 
 
-def _as_indices(indices: Iterable[int]) -> NDArray[np.int64]:
+def as_indices(indices: Iterable[int]) -> NDArray[np.int64]:
+    """Episode numbers as an array; `ValueError` where they are none."""
     values = np.asarray(
         indices if isinstance(indices, (range, np.ndarray, Tensor)) else list(indices)
     )

@@ -74,6 +74,7 @@ class Sinusoid(Episodes):
         return (1,)
 
     def draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+        """One task per key."""
         points = self.shots + self.queries
         wave = uniform(keys, 2)
         amplitude, phase = _between(self.amplitude, wave[:, :1]), _between(self.phase, wave[:, 1:])
