@@ -27,6 +27,7 @@ from metanudge.version import __version__
 MAY_CHANGE = (
     "iterations",
     "test_tasks",
+    "baselines",
     "checkpoint_every",
     "device",
     "engine",
@@ -41,6 +42,10 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float64"]
 Engine = Literal["auto", "stacked", "inplace"]
 LearnLam = Literal["none", "scalar", "tensor", "parameter"]
+TaskType = Literal["auto", "classification", "regression"]
+Baselines = Literal["all", "none"]
+GIVEN = ("task_column", "target", "support", "split_column", "time_column", "task_type")
+"""What says that the data are given tasks, and how they are laid out."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,9 @@ class TrainConfig:
     data: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA", help_behavior_hint="")
     ] = ""
-    """What to train on: mnist1d, omniglot, sinusoid, a FOLDER with one sub-folder per class, or a
-    .csv file.
+    """What to train on: mnist1d, omniglot, sinusoid, a FOLDER with one sub-folder per class, a .csv
+    file, or given tasks: a table with --task-column and --target, or a folder with one table a task
+    and --target.
     """
 
     ways: int | None = None
@@ -75,6 +81,26 @@ class TrainConfig:
     """More options of the data set, e.g. num_samples=4000 (mnist1d), rotations=false (omniglot),
     image_size=84,grey=true (folder of images), label=species,features=[a,b],standardise=false
     (.csv)."""
+
+    task_column: str | None = None
+    """Given tasks: the column that names the task a row belongs to."""
+
+    target: str = ""
+    """Given tasks: the column to predict, or several with commas."""
+
+    support: float | None = None
+    """Given tasks: the fraction of a task's rows to adapt on, or their number (5; of each class in
+    classification). None: 0.5.
+    """
+
+    split_column: str | None = None
+    """Given tasks: a column that says support or query, instead of --support."""
+
+    time_column: str | None = None
+    """Given tasks: numbers or dates; the first rows are adapted on, the later ones predicted."""
+
+    task_type: TaskType = "auto"
+    """Given tasks: classification, regression, or what the target looks like."""
 
     model: str = "auto"
     """auto, conv1d, conv4, mlp or transformer with options (conv4:channels=32), or your own as
@@ -164,6 +190,9 @@ class TrainConfig:
     test_tasks: int = 1000
     """Test tasks at the end. 0: no test."""
 
+    baselines: Baselines = "all"
+    """Measure simple methods on the same test tasks, for comparison. none: leave them out."""
+
     checkpoint_every: int = 50
     """Meta-steps between checkpoints."""
 
@@ -210,6 +239,13 @@ class TrainConfig:
             raise UserError(
                 f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of"
                 " names such as 'head.*'."
+            )
+        if self.support is not None and not (
+            0 < self.support < 1 or (1 <= self.support < math.inf and self.support % 1 == 0)
+        ):
+            raise UserError(
+                f"--support {self.support:g} is neither a fraction of a task's rows (0.5) nor a"
+                " number of them (5)."
             )
         if self.iterations * self.tasks >= 1 << 63:
             raise UserError(

@@ -44,7 +44,8 @@ def evaluate_run(
 
     Args:
         run: from `metanudge.training.runs.load`.
-        tasks: number of tasks; the confidence interval shrinks with its root.
+        tasks: number of tasks, or all where a split has fewer; the confidence interval shrinks with
+            its root.
         split: "train", "val" or "test".
         steps: numbers of adaptation steps to measure; default: a few around the solver's own, which
             is always among them.
@@ -53,6 +54,7 @@ def evaluate_run(
     check_count("tasks", tasks, why="An evaluation needs at least one task; 1000 are usual.")
     check_split(split)
     source: Episodes = run.source
+    tasks = min(tasks, source.num_tasks(split) or tasks)
 
     def batches() -> Iterator[tuple[TaskBatch, list[tuple[str, ...]] | None]]:
         for first in range(0, tasks, TASKS_AT_ONCE):
