@@ -45,7 +45,7 @@ APART: dict[str, set[str]] = {
     "optim": set(),
     "models": {"names"},
     "tasks": {"names", "task"},
-    "baselines": {"task"},
+    "baselines": {"evaluation", "task"},
 }
 USERS_OF_APART = LAYER["training"]
 

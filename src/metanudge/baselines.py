@@ -10,14 +10,15 @@ Hessian (Böhning 1992).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from metanudge.evaluation import ci95
 from metanudge.task import Batch, TaskBatch, tensors
 
 PENALTIES: dict[str, tuple[float, ...]] = {
@@ -26,6 +27,8 @@ PENALTIES: dict[str, tuple[float, ...]] = {
 }
 _STEPS, _TOLERANCE = 500, 1e-4  # of logistic regression; the latter for each entry of the gradient
 Kind = Literal["classification", "regression"]
+_CHOSEN_ON, _POOLED, _UNTRAINED, _AT_ONCE = 32, 500, 200, 50  # tasks
+_WIDEST = 1000  # inputs of the pooled methods
 _Scored = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Inputs and targets of support sets, then of query sets, in; one number a task out."""
 
@@ -244,9 +247,146 @@ class Baselines:
         return column
 
 
+class Source(Protocol):
+    """What tasks are measured of: `metanudge.tasks.Episodes`."""
+
+    @property
+    def kind(self) -> Kind:
+        """What the tasks are."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs a model needs."""
+
+    def batch(self, indices: Iterable[int], split: Any = "train") -> TaskBatch:
+        """Episodes."""
+
+    def num_tasks(self, split: Any) -> int | None:
+        """How many different ones there are."""
+
+    def pooled(self, count: int) -> TaskBatch | None:
+        """Training tasks to be thrown together."""
+
+
+def measure(
+    source: Source,
+    count: int,
+    split: str = "test",
+    *,
+    untrained: Callable[[TaskBatch], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The scores of all baselines on episodes 0 … count−1 of a split, task by task.
+
+    Args:
+        source: where the tasks come from; penalties are chosen on its validation tasks (training
+            tasks where it has none).
+        count: of tasks.
+        split: which to measure on.
+        untrained: scores of the untrained network, adapted; measured on the first 200 tasks.
+    """
+    few = min(_CHOSEN_ON, source.num_tasks("val") or _CHOSEN_ON)
+    try:
+        val = source.batch(range(few), "val")
+    except ValueError:  # this split has no tasks
+        val = source.batch(range(_CHOSEN_ON))
+    train = source.pooled(_POOLED)
+    if train is not None and _width(train) > _WIDEST:
+        train = None
+    fitted = Baselines.fit(source.kind, val, train=train, classes=source.num_outputs)
+    columns: dict[str, list[Tensor]] = {}
+    for first in range(0, count, _AT_ONCE):
+        batch = source.batch(range(first, min(first + _AT_ONCE, count)), split)
+        found = fitted.scores(batch)
+        if untrained is not None and first < _UNTRAINED:
+            found["untrained network, adapted"] = untrained(batch)
+        for name, scores in found.items():
+            columns.setdefault(name, []).append(scores)
+    return {name: torch.cat(parts) for name, parts in columns.items()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A learner beside baselines on the same tasks; a baseline may know the first of them only.
+
+    Attributes:
+        kind: accuracies are compared in classification, else losses.
+        own: the learner's, task by task.
+        others: those of the baselines.
+
+    Example:
+        >>> own, other = torch.tensor([0.5, 0.6, 0.5, 0.6]), torch.tensor([0.8, 0.7, 0.7, 0.8])
+        >>> Comparison("classification", own, {"centroid": other}).verdict()
+        'centroid is better here: 75.00% against 55.00%, by 20.00% ± 8.00% on the same tasks.'
+    """
+
+    kind: Kind
+    own: Tensor
+    others: Mapping[str, Tensor]
+
+    def as_dict(self) -> dict[str, dict[str, float]]:
+        """For each baseline its mean with a 95 % interval, and how much better the learner is,
+        compared task by task.
+        """
+        return {
+            name: {
+                "tasks": len(scores),
+                self._what: float(scores.mean()),
+                f"{self._what}_ci95": ci95(scores),
+                "learner_better_by": float(self._gain(scores).mean()),
+                "learner_better_by_ci95": ci95(self._gain(scores)),
+            }
+            for name, scores in self._sorted()
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The baselines for a table, best first."""
+        return [(name, f"{self._number(scores.mean())} ± {self._number(ci95(scores))}")
+                for name, scores in self._sorted()]  # fmt: skip
+
+    def verdict(self) -> str | None:
+        """A sentence where a baseline is better than the learner beyond the interval; None where
+        none is.
+        """
+        if not bool(self.own.isfinite().all()):
+            many = int((~self.own.isfinite()).sum())
+            return (
+                f"The learner diverged on {many} of {len(self.own)} tasks; the baselines did not."
+            )
+        for name, scores in self._sorted():
+            gain = self._gain(scores)
+            better, interval = -float(gain.mean()), ci95(gain)
+            if better > interval:
+                own = self.own[: len(scores)].mean()
+                return (
+                    f"{name} is better here: {self._number(scores.mean())} against"
+                    f" {self._number(own)}, by {self._number(better)} ± {self._number(interval)} on"
+                    " the same tasks."
+                )
+        return None
+
+    @property
+    def _what(self) -> str:
+        return "accuracy" if self.kind == "classification" else "loss"
+
+    def _sorted(self) -> list[tuple[str, Tensor]]:
+        worse = 1.0 if self.kind == "regression" else -1.0
+        return sorted(self.others.items(), key=lambda item: worse * float(item[1].mean()))
+
+    def _gain(self, scores: Tensor) -> Tensor:
+        difference = self.own[: len(scores)] - scores
+        return difference if self.kind == "classification" else -difference
+
+    def _number(self, value: float | Tensor) -> str:
+        return f"{float(value):.2%}" if self.kind == "classification" else f"{float(value):.4g}"
+
+
+def _width(batch: TaskBatch) -> int:
+    return tensors(batch[0].support)[0][0].numel()
+
+
 def _pair(batch: Batch) -> tuple[Tensor, Tensor]:
     """Inputs `(tasks, n, features)`, labels `(tasks, n)` or targets `(tasks, n, targets)`."""
-    x, y = tensors(batch)
+    x, y = (t.cpu() for t in tensors(batch))
     return x.flatten(2).double(), y.double() if y.is_floating_point() else y
 
 

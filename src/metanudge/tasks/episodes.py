@@ -146,6 +146,12 @@ class Episodes(ABC):
         check_split(split)
         return None
 
+    def pooled(self, count: int) -> TaskBatch | None:
+        """Up to `count` training tasks whose examples may be thrown together; None where classes
+        mean something else in every task.
+        """
+        return None if self.kind == "classification" else self.batch(range(count))
+
     def sizes(self) -> str:
         """What a task is made of, in a few words."""
         if self.kind == "classification":

@@ -171,6 +171,12 @@ class Given(Episodes):
         check_split(split)
         return tuple(self.names[number] for number in self._pools[split])
 
+    def pooled(self, count: int) -> TaskBatch:
+        """The first training tasks, all of their rows."""
+        numbers = self._pool("train")[:count]
+        keys = self._keys(range(len(numbers)), "train")
+        return self._episodes(numbers, keys, whole=True)
+
     def fingerprint(self) -> str | None:
         """Hex sha256 of the files it was read from; None for tasks."""
         return self._fingerprint

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from metanudge.baselines import Comparison, measure
 from metanudge.evaluation import Evaluation, ci95
 from metanudge.learner import MetaLearner
 from metanudge.names import clock
+from metanudge.task import TaskBatch
 from metanudge.tasks import Episodes
+from metanudge.tasks.episodes import Split
 from metanudge.tasks.images import is_picture
 from metanudge.training.config import TrainConfig
 from metanudge.training.device import environment
@@ -33,6 +37,7 @@ from metanudge.training.files import (
 )
 from metanudge.training.metrics import describe_stiffness, read_metrics, stiffness
 from metanudge.training.runs import CURVE, METRICS, SUMMARY
+from metanudge.training.sources import build_learner
 from metanudge.version import __version__
 
 _INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
@@ -90,6 +95,27 @@ def tested(result: Evaluation) -> dict[str, Any]:
     return without_nan(values)
 
 
+def compared(
+    config: TrainConfig, source: Episodes, own: Tensor, split: Split = "test"
+) -> Comparison | None:
+    """A learner beside the baselines; None where none are asked for.
+
+    Args:
+        config: of the run.
+        source: of the tasks.
+        own: accuracy (regression: loss) of the learner on each of the first tasks of the split.
+    """
+    if config.baselines == "none":
+        return None
+    learner, kind = build_learner(config, source), source.kind
+
+    def untrained(batch: TaskBatch) -> Tensor:
+        result = learner.evaluate(batch)
+        return result.accuracy if kind == "classification" else result.loss
+
+    return Comparison(kind, own, measure(source, len(own), split, untrained=untrained))
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended.
@@ -98,6 +124,7 @@ class Outcome:
         step: meta-steps done.
         best: the best validation, with the step of its checkpoint; None where there was none.
         test: as `tested` gives it; None where there was none.
+        beside: the test beside the baselines; None where they were not measured.
         seconds: that the run, or its resumed part, took.
         resumed: whether this was only the last part of the run.
     """
@@ -105,6 +132,7 @@ class Outcome:
     step: int
     best: dict[str, Any] | None
     test: dict[str, Any] | None
+    beside: Comparison | None
     seconds: float
     resumed: bool
 
@@ -119,7 +147,7 @@ def write_summary(
     note: Callable[[str], None],
 ) -> None:
     """Write summary.json, sealed, and the learning curve."""
-    best = outcome.best
+    best, beside = outcome.best, outcome.beside
     summary = {
         "version": __version__,
         **environment(learner.problem().device, processes=processes),
@@ -130,6 +158,7 @@ def write_summary(
         "checkpoint_step": best["step"] if best is not None else outcome.step,
         "validation": best,
         "test": outcome.test,
+        **({} if beside is None else {"baselines": without_nan(beside.as_dict())}),
         "seconds": round(outcome.seconds, 3),
     }
     write_text(folder / SUMMARY, seal(summary, indent=2))
@@ -176,9 +205,8 @@ def result_table(
             if best["accuracy"] is not None
             else f"loss {best['loss']:.4g}"
         )
-        lines.append(
-            ("best validation", f"{good} at step {best['step']} ({config.eval_tasks} tasks)")
-        )
+        tasks = best.get("tasks", config.eval_tasks)
+        lines.append(("best validation", f"{good} at step {best['step']} ({tasks} tasks)"))
     if test is not None:
         if test["accuracy"] is not None:
             accuracy = f"{test['accuracy']:.2%} ± {test['accuracy_ci95'] or math.nan:.2%}"
@@ -186,6 +214,8 @@ def result_table(
             lines.append(("before adaptation", f"{test['accuracy_before']:.2%}"))
         loss = f"{_number(test['loss'])} ± {_number(test['loss_ci95'])}"
         lines.append(("test loss", f"{loss} (before adaptation {_number(test['loss_before'])})"))
+    if outcome.beside is not None:
+        lines += outcome.beside.rows()
     learned = describe_stiffness(stiffness(learner))
     if learned is not None:
         lines.append(("learned stiffness", learned))
