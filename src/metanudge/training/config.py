@@ -8,11 +8,10 @@ import dataclasses
 import functools
 import math
 import reprlib
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -20,7 +19,7 @@ from metanudge.names import near, printable
 from metanudge.training.device import Precision
 from metanudge.training.errors import UserError
 from metanudge.training.files import SEAL, is_intact, parse_json, read_text, seal
-from metanudge.training.upgrade import upgrade
+from metanudge.training.upgrade import typed, upgrade
 from metanudge.version import __version__
 
 # What a resumed run may change: how far and where it goes, not what it computes.
@@ -124,8 +123,9 @@ class TrainConfig:
     """
 
     solver: str = "auto"
-    """How a task is adapted to: gradient_descent:lr=0.1,steps=5 (auto; for regression lr=0.01),
-    nesterov, lbfgs, newton_cg, torch_optimizer:optimizer=adam,lr=0.01,steps=5.
+    """How a task is adapted to: gradient_descent:lr=0.1,steps=5 (auto; for regression lr=0.01, for
+    given regression tasks steps=10 and lr from their curvature), nesterov, lbfgs, newton_cg,
+    torch_optimizer:optimizer=adam,lr=0.01,steps=5.
     """
 
     estimator: str = "fobmaml"
@@ -292,7 +292,9 @@ class TrainConfig:
                     f"{where} has an unknown setting {reprlib.repr(key)}.{near(key, kinds)} Correct"
                     " or remove it."
                 )
-        checked = {key: _typed(key, value, kinds[key], where) for key, value in values.items()}
+        checked = {key: typed(key, value, kinds[key], where) for key, value in values.items()}
+        for key, value in checked.items():
+            _check_text(f"{where}: {key}", value)
         return cls(**checked)
 
     @classmethod
@@ -374,38 +376,6 @@ def own_code(model: str) -> tuple[str, str, str] | None:
     """
     module, attribute, options = [*model.split(":", 2), "", ""][:3]
     return (module, attribute, options) if attribute and "=" not in attribute else None
-
-
-def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
-    """`value` if it has the field's type (a whole number may stand for a float), else an error that
-    names the field.
-    """
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            choices = ", ".join(get_args(kind))
-            raise UserError(
-                f"{where}: {name} is {reprlib.repr(value)}.{near(str(value), get_args(kind))}"
-                f" Choose one of: {choices}."
-            )
-        return value
-    kinds = get_args(kind) or (kind,)
-    if type(value) in (int, float) and float in kinds:
-        if not -sys.float_info.max <= value <= sys.float_info.max:
-            raise UserError(
-                f"{where}: {name} is a number beyond ±{sys.float_info.max:.1e}. Give one that a"
-                " float can hold."
-            )
-        return float(value)
-    if type(value) not in kinds:
-        wanted = " or ".join(
-            {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(
-                k, "null"
-            )
-            for k in kinds
-        )
-        raise UserError(f"{where}: {name} is {reprlib.repr(value)}. It must be {wanted}.")
-    _check_text(f"{where}: {name}", value)
-    return value
 
 
 def _check_text(what: str, value: Any) -> None:
