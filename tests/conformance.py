@@ -33,6 +33,7 @@ from metanudge.models import MODELS
 from metanudge.objective import takes_model
 from metanudge.solvers import SOLVERS, Solver
 from metanudge.tasks import SOURCES, Episodes, Labelled
+from metanudge.tasks.task_rows import Part, TaskRows
 from problems import Setup, classification_tasks, conv_net, mlp, relative_error, seeded, transformer
 
 SOLVER = mn.GradientDescent(lr=0.1, steps=2)
@@ -95,6 +96,19 @@ def rows_as_inputs(classes: int = 40, each: int = 30, **options: Any) -> Labelle
     return Labelled(np.arange(classes * each), np.arange(classes * each) % classes, **options)
 
 
+def given_tasks() -> Episodes:
+    """Tasks of different sizes, divided at random in training."""
+    x = torch.linspace(-1, 1, 400, dtype=torch.float64)[:, None]
+    parts, first = [], 0
+    for size in range(4, 24):
+        rows = np.arange(first, first := first + size)
+        parts.append((Part(rows, size // 2),))
+    rows = TaskRows(
+        "regression", x, x.square(), tuple(map(str, range(20))), tuple(parts), ("square",)
+    )
+    return mn.tasks.Given(rows)
+
+
 def sources() -> dict[str, Callable[[], Episodes]]:
     """Every source in the registry but Omniglot, whose files are not everywhere; and the others."""
     forms: dict[str, Callable[[], Episodes]] = {
@@ -103,6 +117,7 @@ def sources() -> dict[str, Callable[[], Episodes]]:
         "mnist1d": lambda: mn.tasks.MNIST1D(num_samples=1000, queries=3, cache=False),
         "sinusoid": lambda: mn.tasks.Sinusoid(shots=3, queries=5, noise=0.1),
         "quadratic": lambda: mn.tasks.Quadratic(dim=5),
+        "given": given_tasks,
     }
     return {name: kind for name, kind in SOURCES.items() if name != "omniglot"} | forms
 

@@ -76,8 +76,8 @@ class Parabolas(Sinusoid):
             raise ValueError(f"power={power} is too small. Use 1 or more.")
         self.power = power
 
-    def _draw(self, keys, split):
-        return tuple((x, y**self.power) for x, y in super()._draw(keys, split))
+    def draw(self, keys, split):
+        return tuple((x, y**self.power) for x, y in super().draw(keys, split))
 '''
 
 MODEL = '''

@@ -42,13 +42,18 @@ LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
 
 # Units beside the layers, and all they may know of the package; only `training` and what stands on
 # it may import them.
-APART: dict[str, set[str]] = {"optim": set(), "models": {"names"}, "tasks": {"names", "task"}}
+APART: dict[str, set[str]] = {
+    "optim": set(),
+    "models": {"names"},
+    "tasks": {"names", "task"},
+    "baselines": {"evaluation", "task"},
+}
 USERS_OF_APART = LAYER["training"]
 
 # What may be loaded besides the standard library: when a module is imported, and inside the
 # functions that need it.
 EAGER = {"torch", "numpy", "metanudge"}
-LAZY_IN_TASKS = {"PIL", "pooch"}
+LAZY_IN_TASKS = {"PIL", "pandas", "pooch"}
 MAY_LOAD_MORE = {"training", "cli", "__main__"}
 
 

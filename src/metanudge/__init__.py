@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from metanudge.version import __version__
 
 if TYPE_CHECKING:
-    from metanudge import models, optim, tasks, tuning
+    from metanudge import baselines, models, optim, tasks, tuning
     from metanudge.bilevel import Hypergradient, Unrolled, hypergradient, solve_bilevel
     from metanudge.engines import StackingError
     from metanudge.estimators import (
@@ -61,7 +61,7 @@ _HOMES = {
     "solvers": ("GradientDescent", "LBFGS", "Nesterov", "NewtonCG", "TorchOptimizer"),
     "task": ("Task", "TaskBatch"),
 }
-_MODULES = ("models", "optim", "tasks", "tuning")
+_MODULES = ("baselines", "models", "optim", "tasks", "tuning")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022 — grouped by what they are for
@@ -71,7 +71,7 @@ __all__ = [  # noqa: RUF022 — grouped by what they are for
     "hypergradient", "solve_bilevel", "Hypergradient", "Unrolled",
     "check_gradient", "GradientReport", "DivergenceWarning", "ZeroGradientWarning",
     "NonFiniteError", "StackingError",
-    "models", "optim", "tasks", "tuning", "__version__",
+    "baselines", "models", "optim", "tasks", "tuning", "__version__",
 ]  # fmt: skip
 
 

@@ -453,7 +453,7 @@ def test_another_delimiter_and_label(tmp_path):
         ("a,lable\n1,x\n", r"no column 'label'. Did you mean 'lable'\? Its columns are: a, lable"),
         ("", "no column 'label'. Its columns are: none"),
         ("a,label\n", "a header and no rows"),
-        ("label\nx\n", "no column besides the label"),
+        ("label\nx\n", "no column besides label"),
         ("a,a,label\n1,2,x\n", "two columns named 'a'"),
         ("a,b,label\n1,2,x\n3,four,y\n", "line 3, column 'b': 'four' is not a finite number"),
         ("a,label\n1,x\n,y\n", "line 3, column 'a': '' is not a finite number"),

@@ -4,6 +4,7 @@ with probabilities out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,14 @@ from metanudge.training.errors import UserError
 
 if TYPE_CHECKING:
     from metanudge.training.evaluation import Progress
-    from metanudge.training.use import Classifier, Prediction
+    from metanudge.training.use import Classifier, Estimate, Prediction
 
 EXAMPLES = """
 examples:
   metanudge adapt runs/omniglot --support few/ --predict unknown/ --out labels.csv
   metanudge adapt runs/omniglot --support few/ --export my_model/
   metanudge adapt runs/iris --support few.csv --predict rows.csv --out labels.csv
+  metanudge adapt runs/schools --support new_school.csv --predict pupils.csv --out scores.csv
 
   few/ has one sub-folder per class:   few/cat/1.png few/cat/2.png few/dog/1.png …
 """
@@ -32,8 +34,8 @@ examples:
 
 @dataclass(frozen=True)
 class AdaptOptions:
-    """Adapt a trained learner to new classes from a few examples of each, then label files with it
-    or export it.
+    """Adapt a trained learner to new classes from a few examples of each, or to a new task like
+    those it was given, then label files or predict rows with it, or export it.
 
     The classes need not have occurred in training; there must be as many as the run has ways. Files
     are prepared as in training. BatchNorm layers keep the statistics of the support set, so a
@@ -52,7 +54,9 @@ class AdaptOptions:
     """Files to label: a folder (sub-folders too), a single file, or a .csv table."""
 
     out: Path | None = None
-    """Where the labels go: a .csv with file, label, probability, and one column per class."""
+    """Where the labels go: a .csv with file, label, probability, and one column per class; for
+    regression with row, and one column per target in its units.
+    """
 
     export: Path | None = None
     """New folder for the adapted model: model.safetensors, model.json, and program.pt2 for
@@ -105,20 +109,43 @@ def run(argv: list[str]) -> int:
     trained = runs.load(
         options.run, checkpoint=options.checkpoint, device=options.device, trust=options.trust
     )
-    classifier = use.adapt(trained, options.support, steps=options.steps)
-    print(printable(_adapted(classifier, options.support)))
+    adapted = use.adapt(trained, options.support, steps=options.steps)
+    if isinstance(adapted, use.Regressor):
+        rows, names = len(adapted.support), some(adapted.targets, 8)
+        print(printable(f"adapted to {rows} rows from {options.support}, to predict {names}"))
+    else:
+        print(printable(_adapted(adapted, options.support)))
     if options.predict is not None and options.out is not None:
         with (
             use.new_file(options.out, overwrite=options.overwrite, flag="--out") as file,
             progress_bar("labelling", "files") as progress,
         ):
-            predictions = _counted(classifier.predict(options.predict), progress)
-            written = use.write_predictions(file, classifier.classes, predictions)
-        print(printable(_summary(written, classifier, options.out)))
+            if isinstance(adapted, use.Regressor):
+                estimates = adapted.predict(options.predict)
+                use.write_estimates(file, adapted.targets, estimates)
+                said = _errors(estimates, adapted.targets, options.out)
+            else:
+                predictions = _counted(adapted.predict(options.predict), progress)
+                written = use.write_predictions(file, adapted.classes, predictions)
+                said = _summary(written, adapted, options.out)
+        print(printable(said))
     if options.export is not None:
-        classifier.export(options.export, program=options.program, overwrite=options.overwrite)
+        adapted.export(options.export, program=options.program, overwrite=options.overwrite)
         print(_exported(options.export, options.program))
     return 0
+
+
+def _errors(estimates: list[Estimate], targets: tuple[str, ...], out: Path) -> str:
+    """What was written, and how wrong it is where the table knows better."""
+    lines = [f"{len(estimates)} rows predicted → {out}"]
+    known = [(e.values, e.truth) for e in estimates if e.truth is not None]
+    for place, name in enumerate(targets if known else ()):
+        squares = [(values[place] - truth[place]) ** 2 for values, truth in known]
+        lines.append(
+            f"  {shown(name)}: RMSE {math.sqrt(sum(squares) / len(squares)):.4g} on the"
+            f" {len(known)} rows whose target is known"
+        )
+    return "\n".join(lines)
 
 
 def _counted(predictions: Iterator[Prediction], progress: Progress | None) -> Iterator[Prediction]:

@@ -33,7 +33,7 @@ examples:
 @dataclass(frozen=True)
 class EvalOptions:
     """Adapt to unseen tasks and measure: mean with its 95 % confidence interval, worst decile,
-    every class, every number of steps.
+    every class, every number of steps; R² and RMSE in regression; baselines beside it.
 
     Models with BatchNorm are measured twice: transductive (queries normalised together, the usual
     MAML protocol) and inductive (normalised with the statistics of the support set, as when the
@@ -44,13 +44,17 @@ class EvalOptions:
     """The folder that metanudge train wrote."""
 
     tasks: int = 1000
-    """Number of tasks; the confidence interval shrinks with its root."""
+    """Number of tasks, or all where there are fewer; the confidence interval shrinks with its root.
+    """
 
     split: Literal["train", "val", "test"] = "test"
     """Where the tasks are drawn from."""
 
     steps: tuple[int, ...] = ()
     """Numbers of adaptation steps to measure; a few around the run's own when left out."""
+
+    baselines: Literal["all", "none"] = "all"
+    """Measure simple methods on the same tasks, for comparison. none: leave them out."""
 
     json: Path | None = None
     """Also write everything to this file; replaced if it exists."""
@@ -130,6 +134,7 @@ def _measure(trained: Run, options: EvalOptions) -> EvaluationReport:
                 split=options.split,
                 steps=options.steps or None,
                 progress=progress,
+                baselines=options.baselines == "all",
             )
         if file is not None:
             about = {"run": str(options.run), "step": trained.state.step}

@@ -3,6 +3,7 @@
 """
 
 from metanudge.tasks.episodes import Episodes
+from metanudge.tasks.given import Given
 from metanudge.tasks.labelled import Labelled
 from metanudge.tasks.mnist1d import MNIST1D
 from metanudge.tasks.omniglot import Omniglot
@@ -18,4 +19,13 @@ SOURCES: dict[str, type[Episodes]] = {
 with `SOURCES["name"] = Class`.
 """
 
-__all__ = ["MNIST1D", "SOURCES", "Episodes", "Labelled", "Omniglot", "Quadratic", "Sinusoid"]
+__all__ = [
+    "MNIST1D",
+    "SOURCES",
+    "Episodes",
+    "Given",
+    "Labelled",
+    "Omniglot",
+    "Quadratic",
+    "Sinusoid",
+]

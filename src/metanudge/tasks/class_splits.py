@@ -19,7 +19,9 @@ FRACTIONS = (0.64, 0.16, 0.2)
 _STREAM = len(SPLITS)  # a random stream of its own, next to those of the three splits
 
 
-def split_classes(names: Sequence[str], splits: Splits, *, seed: int) -> dict[Split, list[int]]:
+def split_classes(
+    names: Sequence[str], splits: Splits, *, seed: int, what: tuple[str, str] = ("class", "classes")
+) -> dict[Split, list[int]]:
     """Which classes, as places in `names`, belong to each split.
 
     Args:
@@ -27,6 +29,7 @@ def split_classes(names: Sequence[str], splits: Splits, *, seed: int) -> dict[Sp
         splits: three fractions for train, val and test that add up to 1, or split → class names.
             Classes that no list names are left out.
         seed: of the shuffle before the fractions are cut; lists ignore it.
+        what: one and several of what is divided, for messages.
 
     Example:
         >>> {split: len(places) for split,
@@ -36,15 +39,17 @@ def split_classes(names: Sequence[str], splits: Splits, *, seed: int) -> dict[Sp
         {'train': [0, 2], 'val': [], 'test': []}
     """
     if isinstance(splits, Mapping):
-        return _by_lists(names, splits)
-    return _by_fractions(len(names), tuple(splits), seed)
+        return _by_lists(names, splits, *what)
+    return _by_fractions(len(names), tuple(splits), seed, what[1])
 
 
-def _by_fractions(count: int, fractions: tuple[float, ...], seed: int) -> dict[Split, list[int]]:
+def _by_fractions(
+    count: int, fractions: tuple[float, ...], seed: int, many: str
+) -> dict[Split, list[int]]:
     if len(fractions) != len(SPLITS) or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-9:
         raise ValueError(
-            f"splits={fractions} do not divide the classes. Give three fractions for train, val and"
-            " test that add up to 1, such as (0.64, 0.16, 0.2), or lists of classes: {'train':"
+            f"splits={fractions} do not divide the {many}. Give three fractions for train, val and"
+            " test that add up to 1, such as (0.64, 0.16, 0.2), or lists of them: {'train':"
             " [...], 'val': [...], 'test': [...]}."
         )
     key = episode_keys(root_key(seed, _STREAM), np.array([0]))
@@ -55,7 +60,7 @@ def _by_fractions(count: int, fractions: tuple[float, ...], seed: int) -> dict[S
 
 
 def _by_lists(
-    names: Sequence[str], splits: Mapping[Split, Sequence[object]]
+    names: Sequence[str], splits: Mapping[Split, Sequence[object]], one: str, many: str
 ) -> dict[Split, list[int]]:
     place = {name: i for i, name in enumerate(names)}
     taken: dict[str, str] = {}
@@ -65,14 +70,14 @@ def _by_lists(
         for name in map(str, wanted):
             if name not in place:
                 raise ValueError(
-                    f"Split {split!r} lists the class {name!r}, which the data do not"
-                    f" have.{near(name, names)} There are {len(names)} classes:"
+                    f"Split {split!r} lists the {one} {name!r}, which the data do not"
+                    f" have.{near(name, names)} There are {len(names)} {many}:"
                     f" {', '.join(names[:10])}{', …' if len(names) > 10 else ''}."
                 )
             if name in taken:
                 raise ValueError(
-                    f"Class {name!r} is listed in split {taken[name]!r} and again in {split!r}. "
-                    "Tasks of different splits must not share classes; list each class once."
+                    f"{one.capitalize()} {name!r} is listed in split {taken[name]!r} and again in"
+                    f" {split!r}. Splits must not share {many}; list each once."
                 )
             taken[name] = split
             result[split].append(place[name])

@@ -191,7 +191,8 @@ class ClassEpisodes(Episodes):
         rows: NDArray[np.int64] = pool.rows[pool.starts[classes][..., None] + places]
         return rows
 
-    def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+    def draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+        """One task per key."""
         rows = self._rows(keys, split)
         return self._gather(rows[..., : self.shots]), self._gather(rows[..., self.shots :])
 

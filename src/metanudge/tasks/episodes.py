@@ -64,7 +64,7 @@ class About:
 class Episodes(ABC):
     """A stream of tasks for each of the splits "train", "val" and "test".
 
-    A source says how tasks are drawn (`_draw`) and what they look like (`kind`, `num_outputs`,
+    A source says how tasks are drawn (`draw`) and what they look like (`kind`, `num_outputs`,
     `input_shape`); this class numbers them. The arguments of its constructor, but for those below,
     are its `--data-options` on the command line: their types, defaults and checks are declared
     there and nowhere else.
@@ -139,6 +139,25 @@ class Episodes(ABC):
         check_split(split)
         return ()
 
+    def num_tasks(self, split: Split) -> int | None:
+        """How many different tasks a split has; None where the stream does not end. An evaluation
+        counts none of them twice.
+        """
+        check_split(split)
+        return None
+
+    def pooled(self, count: int) -> TaskBatch | None:
+        """Up to `count` training tasks whose examples may be thrown together; None where classes
+        mean something else in every task.
+        """
+        return None if self.kind == "classification" else self.batch(range(count))
+
+    def sizes(self) -> str:
+        """What a task is made of, in a few words."""
+        if self.kind == "classification":
+            return f"{self.ways}-way {self.shots}-shot, {self.queries} queries"
+        return f"regression, {self.shots} support and {self.queries} query points"
+
     def fingerprint(self) -> str | None:
         """Hex sha256 of the files that the tasks are drawn from; None where they are generated or
         have a checksum of their own.
@@ -162,10 +181,12 @@ class Episodes(ABC):
         raise NotImplementedError(f"{cls.__name__} has files and no way to verify them")
 
     @abstractmethod
-    def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
-        """Support and query of one episode per key, every tensor `(num_tasks, num_examples, ...)`.
+    def draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch] | TaskBatch:
+        """Support and query of one episode per key, every tensor `(num_tasks, num_examples, ...)`;
+        tasks of different sizes as a `TaskBatch`. This is what a source of your own writes.
 
-        Pure: row r depends on `keys[r]` and `split` alone, not on the other rows.
+        Pure: row r depends on `keys[r]` and `split` alone, not on the other rows. Random numbers
+        come from the keys (`metanudge.tasks.draws`).
         """
 
     def batch(self, indices: Iterable[int], split: Split = "train") -> TaskBatch:
@@ -176,7 +197,8 @@ class Episodes(ABC):
             >>> len(Sinusoid().batch(range(10, 14)))
             4
         """
-        return TaskBatch(*self._draw(self._keys(indices, split), split))
+        drawn = self.draw(self._keys(indices, split), split)
+        return drawn if isinstance(drawn, TaskBatch) else TaskBatch(*drawn)
 
     def task(self, index: int, split: Split = "train") -> Task:
         """One episode."""
@@ -228,7 +250,7 @@ class Episodes(ABC):
     def _keys(self, indices: Iterable[int], split: Split) -> Keys:
         """The key of each episode, from which everything about it is drawn."""
         check_split(split)
-        return episode_keys(root_key(self.seed, SPLITS.index(split)), _as_indices(indices))
+        return episode_keys(root_key(self.seed, SPLITS.index(split)), as_indices(indices))
 
     def __repr__(self) -> str:
         sizes = [len(self.classes(split)) for split in SPLITS]
@@ -258,7 +280,8 @@ def check_split(split: str) -> None:
         )
 
 
-def _as_indices(indices: Iterable[int]) -> NDArray[np.int64]:
+def as_indices(indices: Iterable[int]) -> NDArray[np.int64]:
+    """Episode numbers as an array; `ValueError` where they are none."""
     values = np.asarray(
         indices if isinstance(indices, (range, np.ndarray, Tensor)) else list(indices)
     )

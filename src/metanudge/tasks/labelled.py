@@ -197,6 +197,7 @@ class Labelled(ClassEpisodes):
                 standardised unless told otherwise.
         """
         table = read_csv(path, label=label, features=features, delimiter=delimiter)
+        _check_no_quantity(table.labels, label)
         source = cls(
             table.values,
             table.labels,
@@ -212,6 +213,20 @@ class Labelled(ClassEpisodes):
                 "standardised over the training classes; standardise=false leaves them as they are"
             )
         return source
+
+
+def _check_no_quantity(labels: Sequence[str], name: str) -> None:
+    """Refuse labels that are real numbers, most of them different."""
+    try:
+        numbers = [float(label) for label in labels]
+    except ValueError:
+        return
+    if len(set(numbers)) * 10 > len(numbers) and not all(n.is_integer() for n in numbers):
+        raise ValueError(
+            f"The label {name!r} is {numbers[0]:g}, {numbers[-1]:g} and so on: a quantity, where"
+            " classes were expected. Where rows belong to regression tasks, name them:"
+            f" --task-column COLUMN --target {name} (in Python: metanudge.tasks.Given.from_table)."
+        )
 
 
 def _standardisation(
@@ -296,8 +311,8 @@ def _as_labels(
     if values.dtype.kind not in "biuU":
         raise TypeError(
             f"y has dtype {values.dtype} (first label: {values[:1].tolist()}); labels must be"
-            " integers or strings, none missing. For real-valued targets write a regression source"
-            " like metanudge.tasks.Sinusoid."
+            " integers or strings, none missing. Real-valued targets are regression: see"
+            " metanudge.tasks.Given."
         )
     unique, numbers = np.unique(values, return_inverse=True)
     return numbers.astype(np.int64), tuple(str(name) for name in unique.tolist())

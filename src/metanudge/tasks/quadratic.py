@@ -142,7 +142,8 @@ class Quadratic(Episodes):
         )
         return gradient
 
-    def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+    def draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+        """One task per key."""
         tasks, dim = len(keys), self.dim
         gaussian = normal(fork(keys, np.array([0])), dim * dim).reshape(tasks, dim, dim)
         rotation, triangle = np.linalg.qr(gaussian)

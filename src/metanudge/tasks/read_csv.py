@@ -45,6 +45,25 @@ class Table:
     fingerprint: str
 
 
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a table: numbers, and text as it stands there.
+
+    Attributes:
+        names: of the columns with numbers.
+        values: `(rows, names)`.
+        text: name → one cell per row.
+        rows: what messages call each row.
+        fingerprint: as in `Table`; empty where there is no file.
+    """
+
+    names: tuple[str, ...]
+    values: NDArray[np.float64]
+    text: dict[str, list[str]]
+    rows: Sequence[str]
+    fingerprint: str = ""
+
+
 def read_csv(
     path: str | os.PathLike[str],
     *,
@@ -62,17 +81,52 @@ def read_csv(
         delimiter: what separates the cells; None finds it in the first line.
         labelled: whether every row must have a label.
     """
+    read = read_columns(
+        path, [label], features, delimiter=delimiter, needed=[label] if labelled else []
+    )
+    if labelled:
+        check_filled(read, label, "the label", "Name the row's class")
+    return Table(read.names, read.values, read.text[label], read.fingerprint)
+
+
+def read_columns(
+    path: str | os.PathLike[str],
+    text: Sequence[str],
+    numbers: Sequence[str] | None = None,
+    *,
+    delimiter: str | None = None,
+    needed: Sequence[str] | None = None,
+) -> Columns:
+    """Some columns as text and some as numbers; the time is linear in the size of the file.
+
+    Args:
+        path: as in `read_csv`.
+        text: the columns to be read as they are.
+        numbers: the columns with numbers; None takes all others.
+        delimiter: as in `read_csv`.
+        needed: which of `text` must be there, all when None; the others are empty where they are
+            not.
+    """
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"There is no file {shown(file)}.")
     data = file.read_bytes()
     try:
-        return _parse(file, data, label, features, delimiter, labelled)
+        return _parse(file, data, text, numbers, delimiter, text if needed is None else needed)
     except (UnicodeError, csv.Error) as error:
         raise ValueError(
             f"{shown(file)} is not a readable CSV file in UTF-8 ({error}). Save it as one, and"
             " close every quote that is opened."
         ) from error
+
+
+def check_filled(read: Columns, name: str, what: str, remedy: str) -> None:
+    """Refuse an empty cell in a column of text."""
+    for row, cell in zip(read.rows, read.text[name], strict=True):
+        if not cell.strip():
+            raise ValueError(
+                f"{row}: {what} (column {name!r}) is empty. {remedy}, or leave the row out."
+            )
 
 
 def read_header(
@@ -86,47 +140,49 @@ def read_header(
 def _parse(
     file: Path,
     data: bytes,
-    label: str,
-    features: Sequence[str] | None,
+    text: Sequence[str],
+    numbers: Sequence[str] | None,
     delimiter: str | None,
-    labelled: bool,
-) -> Table:
-    named = [label, *(features or ())]
+    needed: Sequence[str],
+) -> Columns:
+    named = [*text, *(numbers or ())]
     delimiter = _SPELLED.get(delimiter, delimiter) if delimiter else _delimiter(data, named)
     records = _records(data, delimiter)
     columns: list[str] = next(records, [])
     place = {name: number for number, name in enumerate(columns)}
-    _check_header(file, columns, named if labelled else named[1:])
-    wanted = [name for name in columns if name != label] if features is None else list(features)
+    check_header(shown(file), columns, [*needed, *(numbers or ())])
+    wanted = [name for name in columns if name not in text] if numbers is None else list(numbers)
     if not wanted:
         raise ValueError(
-            f"{shown(file)} has no column besides the label {label!r}. The other columns are the"
-            " inputs."
+            f"{shown(file)} has no column besides {some(text)}. The other columns are the inputs."
         )
-    places, label_place = [place[name] for name in wanted], place.get(label)
-    values, labels = array("d"), []
+    places = [place[name] for name in wanted]
+    values, lines = array("d"), array("q")
+    cells: dict[str, list[str]] = {name: [] for name in text}
     for row in records:
-        where = f"{shown(file)}, line {records.line_num}"
         if not row:
             continue
+        where = f"{shown(file)}, line {records.line_num}"
         if len(row) != len(columns):
             raise ValueError(
                 f"{where}: {len(row)} cells, but the header names {len(columns)} columns. "
                 f"Check the quotes and the delimiter {delimiter!r}."
             )
         values.extend(_numbers(row, places, columns, where))
-        labels.append("" if label_place is None else row[label_place])
-        if labelled and not labels[-1].strip():
-            raise ValueError(
-                f"{where}: the label (column {label!r}) is empty. Name the row's class, or leave"
-                " the row out."
-            )
-    if not labels:
+        lines.append(records.line_num)
+        for name, found in cells.items():
+            found.append(row[place[name]] if name in place else "")
+    if not lines:
         raise ValueError(f"{shown(file)} holds a header and no rows. Each row is one example.")
-    digest = hashlib.sha256(json.dumps([label, wanted, delimiter]).encode() + b"\n")
+    digest = hashlib.sha256(json.dumps([*text, wanted, delimiter]).encode() + b"\n")
     digest.update(data)
-    numbers = np.frombuffer(values).reshape(len(labels), len(wanted))
-    return Table(tuple(wanted), numbers, labels, digest.hexdigest())
+    return Columns(
+        tuple(wanted),
+        np.frombuffer(values).reshape(len(lines), len(wanted)),
+        cells,
+        [f"{shown(file)}, line {line}" for line in lines],
+        digest.hexdigest(),
+    )
 
 
 def _records(data: bytes, delimiter: str) -> Any:
@@ -152,18 +208,18 @@ def _delimiter(data: bytes, names: Sequence[str]) -> str:
     return max(DELIMITERS, key=found)
 
 
-def _check_header(file: Path, columns: Sequence[str], needed: Sequence[str]) -> None:
+def check_header(where: str, columns: Sequence[str], needed: Sequence[str]) -> None:
+    """Refuse columns of one name, and a table without those that are needed."""
     there = set(columns)
     if len(there) < len(columns):
         twice = next(name for name, count in Counter(columns).items() if count > 1)
-        raise ValueError(
-            f"{shown(file)} has two columns named {twice!r}. Name each column differently."
-        )
+        raise ValueError(f"{where} has two columns named {twice!r}. Name each column differently.")
     for name in needed:
         if name not in there:
             raise ValueError(
-                f"{shown(file)} has no column {name!r}.{near(name, columns)} Its columns are:"
-                f" {some(columns, 20) or 'none'}. Name them with label= and features=[...]."
+                f"{where} has no column {name!r}.{near(name, columns)} Its columns are:"
+                f" {some(columns, 20) or 'none'}. Name the one with the label or target,"
+                " and with features=[...] the inputs."
             )
 
 
@@ -176,10 +232,11 @@ def _numbers(
             return numbers
     except ValueError:
         pass
-    return [_number(row[place], f"{where}, column {columns[place]!r}") for place in places]
+    return [as_number(row[place], f"{where}, column {columns[place]!r}") for place in places]
 
 
-def _number(cell: str, where: str) -> float:
+def as_number(cell: str, where: str) -> float:
+    """The number in a cell; `ValueError` names the cell where there is none."""
     try:
         value = float(cell)
     except ValueError:

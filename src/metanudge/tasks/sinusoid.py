@@ -73,7 +73,8 @@ class Sinusoid(Episodes):
         """Shape of one example's input: `(1,)`."""
         return (1,)
 
-    def _draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+    def draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+        """One task per key."""
         points = self.shots + self.queries
         wave = uniform(keys, 2)
         amplitude, phase = _between(self.amplitude, wave[:, :1]), _between(self.phase, wave[:, 1:])

@@ -8,11 +8,10 @@ import dataclasses
 import functools
 import math
 import reprlib
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -20,13 +19,14 @@ from metanudge.names import near, printable
 from metanudge.training.device import Precision
 from metanudge.training.errors import UserError
 from metanudge.training.files import SEAL, is_intact, parse_json, read_text, seal
-from metanudge.training.upgrade import upgrade
+from metanudge.training.upgrade import typed, upgrade
 from metanudge.version import __version__
 
 # What a resumed run may change: how far and where it goes, not what it computes.
 MAY_CHANGE = (
     "iterations",
     "test_tasks",
+    "baselines",
     "checkpoint_every",
     "device",
     "engine",
@@ -45,6 +45,10 @@ LearnLr = Literal[
     "none", "scalar", "tensor", "parameter", "step",
     "signed-scalar", "signed-tensor", "signed-parameter", "signed-step",
 ]  # fmt: skip
+TaskType = Literal["auto", "classification", "regression"]
+Baselines = Literal["all", "none"]
+GIVEN = ("task_column", "target", "support", "split_column", "time_column", "task_type")
+"""What says that the data are given tasks, and how they are laid out."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,9 @@ class TrainConfig:
     data: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA", help_behavior_hint="")
     ] = ""
-    """What to train on: mnist1d, omniglot, sinusoid, a FOLDER with one sub-folder per class, or a
-    .csv file.
+    """What to train on: mnist1d, omniglot, sinusoid, a FOLDER with one sub-folder per class, a .csv
+    file, or given tasks: a table with --task-column and --target, or a folder with one table a task
+    and --target.
     """
 
     ways: int | None = None
@@ -79,6 +84,26 @@ class TrainConfig:
     """More options of the data set, e.g. num_samples=4000 (mnist1d), rotations=false (omniglot),
     image_size=84,grey=true (folder of images), label=species,features=[a,b],standardise=false
     (.csv)."""
+
+    task_column: str | None = None
+    """Given tasks: the column that names the task a row belongs to."""
+
+    target: str = ""
+    """Given tasks: the column to predict, or several with commas."""
+
+    support: float | None = None
+    """Given tasks: the fraction of a task's rows to adapt on, or their number (5; of each class in
+    classification). None: 0.5.
+    """
+
+    split_column: str | None = None
+    """Given tasks: a column that says support or query, instead of --support."""
+
+    time_column: str | None = None
+    """Given tasks: numbers or dates; the first rows are adapted on, the later ones predicted."""
+
+    task_type: TaskType = "auto"
+    """Given tasks: classification, regression, or what the target looks like."""
 
     model: str = "auto"
     """auto, conv1d, conv4, mlp or transformer with options (conv4:channels=32), or your own as
@@ -112,8 +137,9 @@ class TrainConfig:
     """
 
     solver: str = "auto"
-    """How a task is adapted to: gradient_descent:lr=0.1,steps=5 (auto; for regression lr=0.01),
-    nesterov, lbfgs, newton_cg, torch_optimizer:optimizer=adam,lr=0.01,steps=5.
+    """How a task is adapted to: gradient_descent:lr=0.1,steps=5 (auto; for regression lr=0.01, for
+    given regression tasks steps=10 and lr from their curvature), nesterov, lbfgs, newton_cg,
+    torch_optimizer:optimizer=adam,lr=0.01,steps=5.
     """
 
     estimator: str = "fobmaml"
@@ -178,6 +204,9 @@ class TrainConfig:
     test_tasks: int = 1000
     """Test tasks at the end. 0: no test."""
 
+    baselines: Baselines = "all"
+    """Measure simple methods on the same test tasks, for comparison. none: leave them out."""
+
     checkpoint_every: int = 50
     """Meta-steps between checkpoints."""
 
@@ -230,6 +259,13 @@ class TrainConfig:
                 f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of"
                 " names such as 'head.*'."
             )
+        if self.support is not None and not (
+            0 < self.support < 1 or (1 <= self.support < math.inf and self.support % 1 == 0)
+        ):
+            raise UserError(
+                f"--support {self.support:g} is neither a fraction of a task's rows (0.5) nor a"
+                " number of them (5)."
+            )
         if self.iterations * self.tasks >= 1 << 63:
             raise UserError(
                 f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be"
@@ -275,7 +311,9 @@ class TrainConfig:
                     f"{where} has an unknown setting {reprlib.repr(key)}.{near(key, kinds)} Correct"
                     " or remove it."
                 )
-        checked = {key: _typed(key, value, kinds[key], where) for key, value in values.items()}
+        checked = {key: typed(key, value, kinds[key], where) for key, value in values.items()}
+        for key, value in checked.items():
+            _check_text(f"{where}: {key}", value)
         return cls(**checked)
 
     @classmethod
@@ -345,38 +383,6 @@ def _kinds() -> dict[str, Any]:
 def flag(name: str) -> str:
     """A field as the command line spells it."""
     return "--" + name.replace("_", "-")
-
-
-def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
-    """`value` if it has the field's type (a whole number may stand for a float), else an error that
-    names the field.
-    """
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            choices = ", ".join(get_args(kind))
-            raise UserError(
-                f"{where}: {name} is {reprlib.repr(value)}.{near(str(value), get_args(kind))}"
-                f" Choose one of: {choices}."
-            )
-        return value
-    kinds = get_args(kind) or (kind,)
-    if type(value) in (int, float) and float in kinds:
-        if not -sys.float_info.max <= value <= sys.float_info.max:
-            raise UserError(
-                f"{where}: {name} is a number beyond ±{sys.float_info.max:.1e}. Give one that a"
-                " float can hold."
-            )
-        return float(value)
-    if type(value) not in kinds:
-        wanted = " or ".join(
-            {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(
-                k, "null"
-            )
-            for k in kinds
-        )
-        raise UserError(f"{where}: {name} is {reprlib.repr(value)}. It must be {wanted}.")
-    _check_text(f"{where}: {name}", value)
-    return value
 
 
 def _check_text(what: str, value: Any) -> None:

@@ -166,8 +166,10 @@ class Trainer:
         """`learner.evaluate` over `count` tasks in batches of a meta-step's size, one for each rank
         at a time.
 
-        A signal to any rank raises `Interrupted` on all of them, after the same batch.
+        No task is counted twice where the split has fewer. A signal to any rank raises
+        `Interrupted` on all of them, after the same batch.
         """
+        count = min(count, self.source.num_tasks(split) or count)
         group, stop = self.around.group, self.around.stop
         size = max(1, self.course.tasks * self.learner.estimator.width)
         columns = torch.zeros(4, count, dtype=torch.float64)

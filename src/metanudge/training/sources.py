@@ -15,24 +15,26 @@ from typing import Any, Literal, cast
 
 import torch
 
+from metanudge.engines import StackingError
 from metanudge.engines.randomness import mix
 from metanudge.estimators.base import check_learnable
 from metanudge.learner import MetaLearner
 from metanudge.problem import UnmatchedPattern
 from metanudge.rates import InnerRates, RatePer
-from metanudge.tasks import SOURCES, Episodes, Labelled
+from metanudge.tasks import SOURCES, Episodes, Given, Labelled
 from metanudge.tasks.images import is_picture
 from metanudge.tasks.omniglot_files import DownloadError
 from metanudge.tasks.standardise import Standardisation
+from metanudge.testing.curvature import curvature
 from metanudge.training import specs
-from metanudge.training.config import LearnLr, TrainConfig, flag
+from metanudge.training.config import GIVEN, LearnLr, TrainConfig, flag
 from metanudge.training.device import computing_in, device_called
 from metanudge.training.errors import UserError
 from metanudge.training.spec_language import known, normal, show_options, split_options
 from metanudge.training.specs import Shapes, convert, options_of
 
 TABLES = (".csv", ".tsv")
-_OWN_FLAGS = ("ways", "shots", "queries", "seed", "device", "dtype")
+_OWN_FLAGS = ("ways", "shots", "queries", "seed", "device", "dtype", *GIVEN)
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,18 @@ class DataShapes:
     input_shape: tuple[int, ...]
     columns: tuple[str, ...] | None = None
     standardisation: Standardisation | None = None
+    targets: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    target_scale: Standardisation | None = None
 
     @classmethod
     def of(cls, source: Shapes) -> DataShapes:
         """The shapes of a source, and how a table's columns were prepared."""
         shapes = source.kind, source.num_outputs, tuple(source.input_shape)
-        if isinstance(source, (Labelled, DataShapes)):
+        if isinstance(source, (Given, DataShapes)):
+            scales = source.columns, source.standardisation
+            return cls(*shapes, *scales, source.targets, source.labels, source.target_scale)
+        if isinstance(source, Labelled):
             return cls(*shapes, source.columns, source.standardisation)
         return cls(*shapes)
 
@@ -67,20 +75,30 @@ class DataShapes:
         if self.standardisation is not None:
             values["mean"] = list(self.standardisation.mean)
             values["scale"] = list(self.standardisation.scale)
+        if self.targets:
+            values |= {"targets": list(self.targets), "labels": list(self.labels)}
+        if self.target_scale is not None:
+            values["target_mean"] = list(self.target_scale.mean)
+            values["target_scale"] = list(self.target_scale.scale)
         return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DataShapes:
         """From `to_dict`'s result."""
-        standardisation = None
-        if "mean" in values:
-            standardisation = Standardisation(tuple(values["mean"]), tuple(values["scale"]))
+
+        def scale(mean: str, scale: str) -> Standardisation | None:
+            found = mean in values
+            return Standardisation(tuple(values[mean]), tuple(values[scale])) if found else None
+
         return cls(
             values["kind"],
             values["num_outputs"],
             tuple(values["input_shape"]),
             tuple(values["columns"]) if "columns" in values else None,
-            standardisation,
+            scale("mean", "scale"),
+            tuple(values.get("targets", ())),
+            tuple(values.get("labels", ())),
+            scale("target_mean", "target_scale"),
         )
 
 
@@ -162,13 +180,25 @@ class Table(Data):
         return {**fixed, **given, "standardise": shapes.standardisation or False}
 
 
-def find_data(text: str) -> Data:
+class GivenTasks(Table):
+    """A table with a task column, or a folder with one table a task."""
+
+    def as_remembered(self, given: dict[str, Any], shapes: DataShapes) -> dict[str, Any]:
+        """The same columns and targets on the same scales."""
+        return super().as_remembered(given, shapes) | {"target_scale": shapes.target_scale}
+
+
+def find_data(config: TrainConfig) -> Data:
     """The data set, folder or table that a configuration names."""
+    text, default = config.data, TrainConfig()
     if not text:
         raise UserError(
             "What should be trained on? Name the data: metanudge train mnist1d (or omniglot,"
             " sinusoid, a folder with one sub-folder per class, a .csv file)."
         )
+    given = {name: value for name in GIVEN if (value := getattr(config, name)) not in (None, "")}
+    if any(given.get(name) not in (None, getattr(default, name)) for name in GIVEN):
+        return _given(config, given)
     if (name := normal(text)) in SOURCES:
         return Data(name, name, SOURCES[name], SOURCES[name].kind == "classification")
     path = Path(text).expanduser()
@@ -191,13 +221,46 @@ def find_data(text: str) -> Data:
     raise AssertionError("unreachable")
 
 
+def _given(config: TrainConfig, given: dict[str, Any]) -> Data:
+    """Given tasks, as the flags lay them out."""
+    path, said = Path(config.data).expanduser(), ", ".join(map(flag, given))
+    if not path.is_dir() and not (path.is_file() and path.suffix.lower() in (*TABLES, ".parquet")):
+        raise UserError(
+            f"{said}: {config.data} is neither a .csv or .parquet file nor a folder with one for"
+            " each task. Such flags are for given tasks."
+        )
+    targets = [name.strip() for name in config.target.split(",") if name.strip()]
+    if not targets:
+        raise UserError(f"{said}: which column is to be predicted? Name it with --target.")
+    if config.task_column is None and not path.is_dir():
+        raise UserError(
+            f"{said}: which column names the task that a row belongs to? Name it with"
+            " --task-column."
+        )
+    for name in ("ways", "shots", "queries"):
+        if getattr(config, name) is not None:
+            raise UserError(
+                f"{flag(name)} {getattr(config, name)}: given tasks have the classes and rows that"
+                " they have. --support says how many rows are adapted on."
+            )
+    for name in ("support", "time_column"):
+        if config.split_column is not None and getattr(config, name) is not None:
+            raise UserError(
+                f"{flag(name)} and --split-column contradict each other: the column says which"
+                " rows are adapted on. Leave one out."
+            )
+    given |= {"target": targets}
+    make = functools.partial(Given.from_table, path, **given)
+    return GivenTasks(str(path.resolve()), "given tasks", make)
+
+
 def build_source(
     config: TrainConfig, *, device: torch.device | None = None, remembered: DataShapes | None = None
 ) -> Episodes:
     """The episodes that a configuration describes; with what a checkpoint remembers of the data,
     prepared as for it.
     """
-    data = find_data(config.data)
+    data = find_data(config)
     options = data.options(config.data_options)
     if remembered is not None:
         options = data.as_remembered(options, remembered)
@@ -305,19 +368,40 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
     """The configuration with every choice written out in one fixed way: specs canonical, `auto`
     decided, paths absolute.
     """
-    data = find_data(config.data)
+    data = find_data(config)
+    if isinstance(source, Given):
+        # a fraction is taken of what no column divides
+        support = config.support or (None if config.split_column else 0.5)
+        sizes: dict[str, Any] = {"support": support, "task_type": source.kind}
+    else:
+        ways = source.ways if source.kind == "classification" else None
+        sizes = {"ways": ways, "shots": source.shots, "queries": source.queries}
+    if normal(config.solver) == "auto" and isinstance(source, Given):
+        config = dataclasses.replace(config, solver=_measured(config, source))
     return dataclasses.replace(
         config,
         data=data.name,
-        ways=source.ways if source.kind == "classification" else None,
-        shots=source.shots,
-        queries=source.queries,
+        **sizes,
         data_options=data.all_options(config.data_options, source),
         model=str(specs.parse_model(config.model, source)),
         solver=str(specs.parse_solver(config.solver, source.kind)),
         estimator=str(specs.parse_estimator(config.estimator)),
         optimizer=str(specs.parse_optimizer(config.optimizer)),
     )
+
+
+def _measured(config: TrainConfig, source: Given) -> str:
+    """Gradient descent with a step that suits the curvature of the first tasks: a fifth of what
+    would solve the stiffest direction at once, since meta-training finds steeper places.
+    """
+    if source.kind == "classification":
+        return config.solver
+    try:
+        curved = curvature(build_learner(config, source), source.batch(range(config.tasks)))
+    except (RuntimeError, NotImplementedError, StackingError):  # no second derivatives side by side
+        return config.solver
+    # two digits, so that rounding elsewhere does not make another run of it
+    return f"gradient_descent:lr={0.2 / (curved + config.lam):.2g},steps=10"
 
 
 def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:

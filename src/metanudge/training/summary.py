@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from metanudge.baselines import Comparison, measure
 from metanudge.evaluation import Evaluation, ci95
 from metanudge.learner import MetaLearner
 from metanudge.names import clock
+from metanudge.task import TaskBatch
 from metanudge.tasks import Episodes
+from metanudge.tasks.episodes import Split
 from metanudge.tasks.images import is_picture
 from metanudge.training.config import TrainConfig
 from metanudge.training.device import environment
@@ -33,6 +37,7 @@ from metanudge.training.files import (
 )
 from metanudge.training.metrics import describe_learned, inner_rates, read_metrics, stiffness
 from metanudge.training.runs import CURVE, METRICS, SUMMARY
+from metanudge.training.sources import build_learner
 from metanudge.version import __version__
 
 _INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
@@ -42,9 +47,6 @@ def facts(
     config: TrainConfig, source: Episodes, learner: MetaLearner, group: Group
 ) -> list[tuple[str, str]]:
     """What is being trained, how and on what."""
-    shape = f"regression, {source.shots} support and {source.queries} query points"
-    if source.kind == "classification":
-        shape = f"{source.ways}-way {source.shots}-shot, {source.queries} queries"
     device, own = learner.problem().device, group.slice(config.tasks)
     batch = source.batch(range(max(1, len(own))))
     engine, why = learner.choose_engine(batch)
@@ -59,7 +61,7 @@ def facts(
     plain = config.precision == "fp32" or (config.precision == "tf32" and device.type == "cpu")
     where = f"{name}, {config.dtype}" + ("" if plain else f", {config.precision}")
     return [
-        ("data", f"{config.data}: {shape}; {config.tasks} tasks per meta-step"),
+        ("data", f"{config.data}: {source.sizes()}; {config.tasks} tasks per meta-step"),
         ("inputs", describe_inputs(source)),
         ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
         ("estimator", f"{config.estimator} with {config.solver}"),
@@ -93,6 +95,27 @@ def tested(result: Evaluation) -> dict[str, Any]:
     return without_nan(values)
 
 
+def compared(
+    config: TrainConfig, source: Episodes, own: Tensor, split: Split = "test"
+) -> Comparison | None:
+    """A learner beside the baselines; None where none are asked for.
+
+    Args:
+        config: of the run.
+        source: of the tasks.
+        own: accuracy (regression: loss) of the learner on each of the first tasks of the split.
+    """
+    if config.baselines == "none":
+        return None
+    learner, kind = build_learner(config, source), source.kind
+
+    def untrained(batch: TaskBatch) -> Tensor:
+        result = learner.evaluate(batch)
+        return result.accuracy if kind == "classification" else result.loss
+
+    return Comparison(kind, own, measure(source, len(own), split, untrained=untrained))
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended.
@@ -101,6 +124,7 @@ class Outcome:
         step: meta-steps done.
         best: the best validation, with the step of its checkpoint; None where there was none.
         test: as `tested` gives it; None where there was none.
+        beside: the test beside the baselines; None where they were not measured.
         seconds: that the run, or its resumed part, took.
         resumed: whether this was only the last part of the run.
     """
@@ -108,6 +132,7 @@ class Outcome:
     step: int
     best: dict[str, Any] | None
     test: dict[str, Any] | None
+    beside: Comparison | None
     seconds: float
     resumed: bool
 
@@ -122,7 +147,7 @@ def write_summary(
     note: Callable[[str], None],
 ) -> None:
     """Write summary.json, sealed, and the learning curve."""
-    best = outcome.best
+    best, beside = outcome.best, outcome.beside
     summary = {
         "version": __version__,
         **environment(learner.problem().device, processes=processes),
@@ -134,6 +159,7 @@ def write_summary(
         "checkpoint_step": best["step"] if best is not None else outcome.step,
         "validation": best,
         "test": outcome.test,
+        **({} if beside is None else {"baselines": without_nan(beside.as_dict())}),
         "seconds": round(outcome.seconds, 3),
     }
     write_text(folder / SUMMARY, seal(summary, indent=2))
@@ -180,9 +206,8 @@ def result_table(
             if best["accuracy"] is not None
             else f"loss {best['loss']:.4g}"
         )
-        lines.append(
-            ("best validation", f"{good} at step {best['step']} ({config.eval_tasks} tasks)")
-        )
+        tasks = best.get("tasks", config.eval_tasks)
+        lines.append(("best validation", f"{good} at step {best['step']} ({tasks} tasks)"))
     if test is not None:
         if test["accuracy"] is not None:
             accuracy = f"{test['accuracy']:.2%} ± {test['accuracy_ci95'] or math.nan:.2%}"
@@ -190,6 +215,8 @@ def result_table(
             lines.append(("before adaptation", f"{test['accuracy_before']:.2%}"))
         loss = f"{_number(test['loss'])} ± {_number(test['loss_ci95'])}"
         lines.append(("test loss", f"{loss} (before adaptation {_number(test['loss_before'])})"))
+    if outcome.beside is not None:
+        lines += outcome.beside.rows()
     for name, learned in (
         ("learned stiffness", describe_learned(stiffness(learner), "lam")),
         ("learned rates", describe_learned(inner_rates(learner), "inner_lr")),

@@ -31,6 +31,7 @@ from metanudge.training.errors import (
     EXIT_NOT_FINITE,
     EXIT_OUT_OF_MEMORY,
     EXIT_SIGINT,
+    PATIENCE,
     CheckpointError,
     Interrupted,
     StopRequest,
@@ -50,7 +51,7 @@ from metanudge.training.progress import (
 )
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
 from metanudge.training.sources import DataShapes, precision
-from metanudge.training.summary import Outcome, facts, result_table, tested, write_summary
+from metanudge.training.summary import Outcome, compared, facts, result_table, tested, write_summary
 from metanudge.training.trust import own_code
 from metanudge.version import __version__
 
@@ -202,6 +203,7 @@ class Training:
             "score": score,
             "loss": loss,
             "accuracy": None if math.isnan(accuracy) else accuracy,
+            "tasks": len(result.loss),
         }
         return True
 
@@ -250,14 +252,21 @@ class Training:
     def _finish(self) -> None:
         """Test the best weights, write summary and picture, show the table."""
         test: dict[str, Any] | None = None
+        beside = None
         if self.config.test_tasks:
             if self.best is not None:
                 load_weights(self.learner, self.group.share(lambda: self.store.load("best")))
-            test = tested(self.trainer.evaluate("test", self.config.test_tasks))
+            result = self.trainer.evaluate("test", self.config.test_tasks)
+            test = tested(result)
+            if self.group.leads:
+                classes = self.trainer.source.kind == "classification"
+                own = result.accuracy if classes else result.loss
+                with self.trainer.around.stop.interruptible(PATIENCE):
+                    beside = compared(self.config, self.trainer.source, own)
         if not self.group.leads:
             return
         seconds = time.monotonic() - self._began
-        outcome = Outcome(self.trainer.step, self.best, test, seconds, self.resumed)
+        outcome = Outcome(self.trainer.step, self.best, test, beside, seconds, self.resumed)
         with self._writing():
             write_summary(
                 self.folder,
@@ -269,6 +278,8 @@ class Training:
             )
         table = result_table(self.folder, self.config, outcome, self.learner)
         self.reporter.table("Result", table)
+        if beside is not None and (verdict := beside.verdict()) is not None:
+            self.reporter.note(verdict)
 
     # When something happens
 

@@ -1,14 +1,17 @@
-"""Settings that an earlier version recorded, in today's words: what it did by default is written
-out, so a run stays what it was.
+"""Settings from a file: of the right types, and those that an earlier version recorded in today's
+words: what it did by default is written out, so a run stays what it was.
 """
 
 from __future__ import annotations
 
 import re
+import reprlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+from metanudge.names import near
 from metanudge.training.errors import UserError
 from metanudge.version import __version__
 
@@ -66,3 +69,34 @@ def _with(options: str, defaults: Mapping[str, str]) -> str:
             *(f"{key}={value}" for key, value in defaults.items() if key not in given),
         ]
     )
+
+
+def typed(name: str, value: Any, kind: Any, where: str) -> Any:
+    """`value` if it has the field's type (a whole number may stand for a float), else an error that
+    names the field.
+    """
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            choices = ", ".join(get_args(kind))
+            raise UserError(
+                f"{where}: {name} is {reprlib.repr(value)}.{near(str(value), get_args(kind))}"
+                f" Choose one of: {choices}."
+            )
+        return value
+    kinds = get_args(kind) or (kind,)
+    if type(value) in (int, float) and float in kinds:
+        if not -sys.float_info.max <= value <= sys.float_info.max:
+            raise UserError(
+                f"{where}: {name} is a number beyond ±{sys.float_info.max:.1e}. Give one that a"
+                " float can hold."
+            )
+        return float(value)
+    if type(value) not in kinds:
+        wanted = " or ".join(
+            {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(
+                k, "null"
+            )
+            for k in kinds
+        )
+        raise UserError(f"{where}: {name} is {reprlib.repr(value)}. It must be {wanted}.")
+    return value

@@ -27,6 +27,7 @@ from metanudge.training.evaluation.report import (
     StepResult,
 )
 from metanudge.training.runs import Run
+from metanudge.training.summary import compared
 
 Progress = Callable[[int, int | None], None]
 TASKS_AT_ONCE = 50
@@ -39,30 +40,47 @@ def evaluate_run(
     split: Split = "test",
     steps: Sequence[int] | None = None,
     progress: Progress | None = None,
+    baselines: bool = False,
 ) -> EvaluationReport:
     """Evaluate a run's learner on episodes 0 … tasks−1 of a split of the run's own data.
 
     Args:
         run: from `metanudge.training.runs.load`.
-        tasks: number of tasks; the confidence interval shrinks with its root.
+        tasks: number of tasks, or all where a split has fewer; the confidence interval shrinks with
+            its root.
         split: "train", "val" or "test".
         steps: numbers of adaptation steps to measure; default: a few around the solver's own, which
             is always among them.
         progress: called with (tasks done, tasks in all) as it goes.
+        baselines: measure simple methods on the same tasks, too.
     """
     check_count("tasks", tasks, why="An evaluation needs at least one task; 1000 are usual.")
     check_split(split)
     source: Episodes = run.source
+    tasks = min(tasks, source.num_tasks(split) or tasks)
 
     def batches() -> Iterator[tuple[TaskBatch, list[tuple[str, ...]] | None]]:
         for first in range(0, tasks, TASKS_AT_ONCE):
             indices = range(first, min(first + TASKS_AT_ONCE, tasks))
             yield source.batch(indices, split), episode_classes(source, indices, split)
 
+    scale = run.shapes.target_scale
     with run.precision():
-        return _evaluate(
-            run.learner, batches(), steps=steps, split=split, total=tasks, progress=progress
+        report = _evaluate(
+            run.learner,
+            batches(),
+            steps=steps,
+            split=split,
+            total=tasks,
+            progress=progress,
+            units=(1.0,) if scale is None else scale.scale,
         )
+        if not baselines:
+            return report
+        own = report.task_accuracies if report.classification else report.task_losses
+        config = dataclasses.replace(run.config, baselines="all")
+        found = compared(config, source, torch.tensor(own, dtype=torch.float64), split)
+    return dataclasses.replace(report, baselines=found)
 
 
 def evaluate_tasks(
@@ -139,6 +157,7 @@ def _evaluate(
     split: str | None,
     total: int,
     progress: Progress | None,
+    units: Sequence[float] = (1.0,),
 ) -> EvaluationReport:
     problem = learner.problem()
     if problem.objective.takes_model:
@@ -150,7 +169,7 @@ def _evaluate(
     own = int(getattr(learner.solver, "steps"))  # noqa: B009 — not in the protocol, but every solver has it
     wanted = sorted({*(default_steps(own) if steps is None else _checked(steps)), own})
     predictor = Predictor(learner)
-    tallies = {(k, protocol): Tally() for k in wanted for protocol in predictor.protocols}
+    tallies = {(k, protocol): Tally(units) for k in wanted for protocol in predictor.protocols}
     by_class = ClassTally()
     started, done = time.perf_counter(), 0
     main = tallies[own, predictor.protocols[0]]
@@ -226,9 +245,13 @@ def _phi(inner: Inner, learner: MetaLearner, steps: int) -> Params:
 
 
 class Tally:
-    """Losses and hits of one (steps, protocol) cell, task by task."""
+    """Losses, and hits or errors, of one (steps, protocol) cell, task by task; `units` are those of
+    the targets.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[float] = (1.0,)) -> None:
+        self._units = torch.tensor(units, dtype=torch.float64)
+        self._errors = Errors()
         self.losses: dict[int, float] = {}
         self.hits: dict[int, Tensor | None] = {}  # (num_query,) bool per task
 
@@ -243,6 +266,10 @@ class Tally:
             self.hits.update(zip(places, hits.cpu(), strict=True))
         else:
             self.hits.update((place, None) for place in places)
+            if isinstance(target, Tensor) and target.shape == output.shape:
+                self._errors.add(
+                    *(t[finite].double().cpu() * self._units for t in (output, target))
+                )
 
     @property
     def accuracies(self) -> list[float]:
@@ -264,7 +291,44 @@ class Tally:
             *_mean_and_ci95(accuracies),
             worst_decile=sum(worst) / len(worst),
             diverged=len(self.losses) - len(losses),
+            r2=self._errors.r2,
+            rmse=self._errors.rmse,
         )
+
+
+class Errors:
+    """Squared errors of every target over the examples of all tasks, and how far the targets are
+    spread (added up as Chan, Golub and LeVeque, 1983, do).
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.squares = self.mean = self.spread = torch.zeros(1, dtype=torch.float64)
+
+    def add(self, output: Tensor, target: Tensor) -> None:
+        """Note examples `(..., targets)`."""
+        output, target = output.flatten(0, -2), target.flatten(0, -2)
+        if not len(target):
+            return
+        count, own = self.count + len(target), target.mean(0)
+        apart = own - self.mean
+        self.squares = self.squares + (output - target).square().sum(0)
+        self.spread = (
+            self.spread
+            + (target - own).square().sum(0)
+            + apart.square() * (self.count * len(target) / count)
+        )
+        self.mean, self.count = self.mean + apart * (len(target) / count), count
+
+    @property
+    def r2(self) -> float:
+        """Mean over the targets."""
+        return float((1 - self.squares / self.spread).mean()) if self.count else math.nan
+
+    @property
+    def rmse(self) -> tuple[float, ...]:
+        """One for each target."""
+        return tuple((self.squares / self.count).sqrt().tolist()) if self.count else ()
 
 
 class ClassTally:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from metanudge.baselines import Comparison
 from metanudge.training.files import replacing, without_nan
 from metanudge.training.summary import new_figure
 
@@ -28,6 +29,10 @@ class StepResult:
         worst_decile: mean accuracy over the tenth of the tasks that went worst.
         diverged: tasks whose outputs were not finite; their examples count as wrong, and their loss
             is left out.
+        r2: of regression: 1 − squared error / squared deviation from the mean, over the query
+            examples of all tasks (mean over targets). NaN for classification.
+        rmse: root of the mean squared error of each target, in its own units; empty for
+            classification.
     """
 
     steps: int
@@ -38,6 +43,8 @@ class StepResult:
     accuracy_ci95: float
     worst_decile: float
     diverged: int
+    r2: float = math.nan
+    rmse: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class EvaluationReport:
         classes: per class, worst first; empty for regression. By place in the episode ("label 0")
             where classes have no names.
         task_accuracies, task_losses: per task, for comparisons of two learners task by task.
+        baselines: simple methods on the same tasks; None where they were not measured.
         seconds: how long it took.
     """
 
@@ -73,6 +81,7 @@ class EvaluationReport:
     task_accuracies: tuple[float, ...]
     task_losses: tuple[float, ...]
     seconds: float
+    baselines: Comparison | None = None
 
     def at(self, steps: int, batch_norm: BatchNormProtocol | None = None) -> StepResult:
         """The row for a number of steps; of a BatchNorm model the transductive one unless
@@ -99,10 +108,16 @@ class EvaluationReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-ready values; NaN becomes None."""
-        return without_nan(dataclasses.asdict(self))
+        own = dataclasses.asdict(dataclasses.replace(self, baselines=None))
+        if self.baselines is None:
+            del own["baselines"]
+        else:
+            own["baselines"] = self.baselines.as_dict()
+        return without_nan(own)
 
     def __str__(self) -> str:
-        return "\n".join([*self._headline(), "", *self._table(), *self._class_lines()])
+        parts = self._headline(), [""], self._table(), self._class_lines(), self._baseline_lines()
+        return "\n".join(line for part in parts for line in part)
 
     def _headline(self) -> Iterator[str]:
         where = f"{self.split} tasks" if self.split else "tasks"
@@ -113,7 +128,7 @@ class EvaluationReport:
                     f"accuracy {row.accuracy:.2%} ± {row.accuracy_ci95:.2%}, worst decile"
                     f" {row.worst_decile:.2%}"
                     if self.classification
-                    else f"query loss {row.loss:.4g} ± {row.loss_ci95:.2g}"
+                    else f"query loss {row.loss:.4g} ± {row.loss_ci95:.2g}, {_fit(row)}"
                 )
                 yield f"{value}  ({self.tasks} {where}, {self.steps} steps{how}, 95 % confidence)"
 
@@ -123,7 +138,7 @@ class EvaluationReport:
         titles = (
             "accuracy           worst decile      loss"
             if self.classification
-            else "query loss        "
+            else "query loss               R²      RMSE"
         )
         if protocols != [None]:
             yield (
@@ -144,7 +159,8 @@ class EvaluationReport:
 
     def _cells(self, row: StepResult) -> str:
         if not self.classification:
-            return f"{row.loss:8.4g} ± {row.loss_ci95:<7.2g}"
+            rmse = ", ".join(f"{value:.4g}" for value in row.rmse)
+            return f"{row.loss:8.4g} ± {row.loss_ci95:<7.2g} {row.r2:8.4f}  {rmse:>8}"
         return (
             f"{row.accuracy:7.2%} ± {row.accuracy_ci95:6.2%}   {row.worst_decile:12.2%} "
             f" {row.loss:8.4g}"
@@ -163,6 +179,22 @@ class EvaluationReport:
         yield f"accuracy by class, worst first ({len(self.classes)} classes)"
         for c in shown:
             yield f"  {c.name:{width}}  {c.accuracy:7.2%}  of {c.examples} examples" if c else "  …"
+
+    def _baseline_lines(self) -> Iterator[str]:
+        if self.baselines is None:
+            return
+        rows = self.baselines.rows()
+        width = max(len(name) for name, _ in rows)
+        yield ""
+        yield "baselines on the same tasks" + ("" if self.classification else " (loss)")
+        for name, value in rows:
+            yield f"  {name:{width}}  {value}"
+        if (verdict := self.baselines.verdict()) is not None:
+            yield verdict
+
+
+def _fit(row: StepResult) -> str:
+    return f"R² {row.r2:.4f}, RMSE {', '.join(f'{value:.4g}' for value in row.rmse)}"
 
 
 def plot_steps(report: EvaluationReport, path: Path | str, *, title: str = "") -> None:

@@ -1,5 +1,5 @@
-"""Using a trained learner: a few examples per class in, labels with probabilities out, and the
-adapted model to take away.
+"""Using a trained learner: a few examples per class in, labels with probabilities out (a few rows
+of a given task in, predictions out), and the adapted model to take away.
 
     from metanudge.training.use import adapt
     classifier = adapt("runs/omniglot", "support/")             # one sub-folder per class
@@ -22,18 +22,22 @@ from metanudge.training.use.files import (
     new_folder,
 )
 from metanudge.training.use.preprocessing import Preprocessing
+from metanudge.training.use.regressor import Estimate, Regressor, write_estimates
 
 __all__ = [
     "DESCRIPTION",
     "PROGRAM",
     "WEIGHTS",
     "Classifier",
+    "Estimate",
     "Prediction",
     "Preprocessing",
+    "Regressor",
     "adapt",
     "check_new_file",
     "check_new_folder",
     "new_file",
     "new_folder",
+    "write_estimates",
     "write_predictions",
 ]

@@ -1,4 +1,4 @@
-"""`adapt`: a run and a few examples per class in, a `Classifier` out."""
+"""`adapt`: a run and a few examples in, a `Classifier` or a `Regressor` out."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from metanudge.estimators import NonFiniteError
 from metanudge.names import some
+from metanudge.tasks.read_csv import as_number, read_columns
 from metanudge.training import runs
 from metanudge.training.errors import UserError
 from metanudge.training.evaluation import with_support_statistics
@@ -16,6 +18,7 @@ from metanudge.training.runs import Run
 from metanudge.training.use.classifier import Classifier
 from metanudge.training.use.examples import explained, read_support
 from metanudge.training.use.preprocessing import Preprocessing
+from metanudge.training.use.regressor import InUnits, Regressor
 
 
 def adapt(
@@ -24,13 +27,13 @@ def adapt(
     *,
     steps: int | None = None,
     trust: bool = False,
-) -> Classifier:
-    """Adapt a run's learner to new classes.
+) -> Classifier | Regressor:
+    """Adapt a run's learner to new classes, or to another task like those it was given.
 
     Args:
         run: a run, or its folder.
         support: a folder with one sub-folder per class that holds a few examples, or a table (.csv)
-            with a label column.
+            with a label or target column.
         steps: adaptation steps, if not as many as in training.
         trust: import the code that the run's configuration names, where its model is not one of
             ours.
@@ -38,14 +41,16 @@ def adapt(
     if not isinstance(run, Run):
         run = runs.load(run, trust=trust)
     if run.shapes.kind != "classification":
-        raise UserError(
-            f"{run.folder} was trained on {run.config.data}, a regression: it has no classes. Use a"
-            " run on classified data."
-        )
+        return _regressor(run, Path(support), steps)
     how = Preprocessing.of(run)
     with explained():
         raw, labels, how = read_support(Path(support), how)
-    classes = tuple(sorted(set(labels)))
+    classes = run.shapes.labels or tuple(sorted(set(labels)))
+    if unknown := sorted(set(labels) - set(classes)):
+        raise UserError(
+            f"--support {support} has the class {unknown[0]!r}, but {run.folder} was trained on"
+            f" tasks with the classes {some(classes, 8)}, which mean the same in all of them."
+        )
     if len(classes) != run.shapes.num_outputs:
         raise UserError(
             f"--support {support} has {len(classes)} classes ({some(classes, 8)}), but {run.folder}"
@@ -55,6 +60,54 @@ def adapt(
     device = next(run.learner.parameters()).device
     inputs = how.tensor(raw).to(device)
     targets = torch.tensor([classes.index(label) for label in labels], device=device)
+    model = _adapted(run, inputs, targets, support, steps)
+    return Classifier(model, classes, how, inputs, tuple(labels.count(name) for name in classes))
+
+
+def _regressor(run: Run, support: Path, steps: int | None) -> Regressor:
+    shapes = run.shapes
+    if not shapes.targets:
+        raise UserError(
+            f"{run.folder} was trained on {run.config.data}, a regression whose tasks are made up:"
+            " no table has such rows. Use a run on given tasks or on classified data."
+        )
+    how = Preprocessing.of(run)
+    with explained():
+        if not support.is_file():
+            raise UserError(
+                f"--support {support} is no table. Give a .csv file with the columns"
+                f" {some([*(how.columns or ()), *shapes.targets], 8)}."
+            )
+        named = [*shapes.targets, *filter(None, [run.config.task_column])]
+        read = read_columns(
+            support, named, how.columns, delimiter=how.delimiter, needed=shapes.targets
+        )
+        if run.config.task_column and len(tasks := sorted(set(read.text[named[-1]]))) > 1:
+            raise UserError(
+                f"--support {support} has rows of {len(tasks)} tasks ({some(tasks, 3)}). A learner"
+                " adapts to one at a time; give the rows of one."
+            )
+        raw = torch.from_numpy(read.values)
+        how.check(raw, support)
+        cells = zip(*(read.text[name] for name in shapes.targets), strict=True)
+        known = torch.tensor(
+            [[as_number(cell, where) for cell in row]
+             for row, where in zip(cells, read.rows, strict=True)], dtype=torch.float64
+        )  # fmt: skip
+    inputs = how.tensor(raw).to(next(run.learner.parameters()).device)
+    targets = (known if shapes.target_scale is None else shapes.target_scale.apply(known)).to(
+        inputs
+    )
+    if not bool(targets.isfinite().all()):
+        raise UserError(f"--support {support} has targets too large for {inputs.dtype}.")
+    model = InUnits(_adapted(run, inputs, targets, support, steps), shapes.target_scale, inputs)
+    return Regressor(model.eval(), shapes.targets, how, inputs)
+
+
+def _adapted(
+    run: Run, inputs: Tensor, targets: Tensor, support: object, steps: int | None
+) -> nn.Module:
+    """The run's model after adaptation, in evaluation mode and frozen."""
     try:
         with run.precision():
             adapted = run.learner.adapt((inputs, targets), steps=steps)
@@ -63,4 +116,4 @@ def adapt(
         raise UserError(f"--support {support}: {error}") from error
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return Classifier(model, classes, how, inputs, tuple(labels.count(name) for name in classes))
+    return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,16 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.training.use.examples import examples_to_label, explained
-from metanudge.training.use.export import (
-    PROGRAM,
-    WEIGHTS,
-    has_batch_norm,
-    save_program,
-    save_weights,
-)
-from metanudge.training.use.files import DESCRIPTION, new_folder
+from metanudge.training.use.export import export_model
 from metanudge.training.use.preprocessing import Preprocessing
-from metanudge.version import __version__
 
 FILES_AT_ONCE = 256
 
@@ -112,26 +103,15 @@ class Classifier:
             program: write the program; turn this off for models that `torch.export` cannot trace.
             overwrite: replace an exported model that is there already.
         """
-        with new_folder(Path(folder), overwrite=overwrite, mark=DESCRIPTION) as temporary:
-            save_weights(self.model, temporary / WEIGHTS)
-            if program:
-                save_program(self.model, temporary / PROGRAM, inputs=self.support)
-            description = {
-                "format": "metanudge adapted model 1",
-                "metanudge": __version__,
-                "torch": torch.__version__,
-                "classes": list(self.classes),
-                "support_examples": dict(zip(self.classes, self.counts, strict=True)),
-                "batch_norm": (
-                    "statistics of the support set" if has_batch_norm(self.model) else None
-                ),
-                "outputs": "logits, one per class in this order; softmax gives probabilities",
-                "preprocessing": asdict(self.preprocessing),
-            }
-            (temporary / DESCRIPTION).write_text(
-                json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
-        return Path(folder)
+        about = {
+            "classes": list(self.classes),
+            "support_examples": dict(zip(self.classes, self.counts, strict=True)),
+            "outputs": "logits, one per class in this order; softmax gives probabilities",
+            "preprocessing": asdict(self.preprocessing),
+        }
+        return export_model(
+            self.model, folder, self.support, about, program=program, overwrite=overwrite
+        )
 
 
 def write_predictions(

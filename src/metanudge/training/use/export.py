@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from metanudge.training.errors import UserError
-from metanudge.training.use.files import umask
+from metanudge.training.use.files import DESCRIPTION, new_folder, umask
+from metanudge.version import __version__
 
 WEIGHTS, PROGRAM = "model.safetensors", "program.pt2"
 LARGEST_EXPORT_ERROR = 1e-5
+
+
+def export_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    support: Tensor,
+    about: Mapping[str, Any],
+    *,
+    program: bool,
+    overwrite: bool,
+) -> Path:
+    """Write an adapted model, what `about` says of it and its program to a new folder, which gets
+    its name once all was read again and checked; see `Classifier.export`.
+    """
+    with new_folder(Path(folder), overwrite=overwrite, mark=DESCRIPTION) as temporary:
+        save_weights(model, temporary / WEIGHTS)
+        if program:
+            save_program(model, temporary / PROGRAM, inputs=support)
+        description = {
+            "format": "metanudge adapted model 1",
+            "metanudge": __version__,
+            "torch": torch.__version__,
+            "batch_norm": "statistics of the support set" if has_batch_norm(model) else None,
+            **about,
+        }
+        (temporary / DESCRIPTION).write_text(
+            json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+    return Path(folder)
 
 
 def save_weights(model: nn.Module, file: Path) -> None:

@@ -55,7 +55,8 @@ class Preprocessing:
         """What a run's training data went through."""
         shape = run.shapes.input_shape
         image = is_picture(shape)
-        table = _table_options(run) if Path(run.config.data).suffix.lower() in TABLES else {}
+        is_table = run.shapes.targets or Path(run.config.data).suffix.lower() in TABLES
+        table = _table_options(run) if is_table else {}
         found = run.shapes.standardisation
         return cls(
             input_shape=shape,
@@ -106,6 +107,8 @@ def _table_options(run: Run) -> dict[str, Any]:
     raw = split_options(run.config.data_options, "--data-options")
     read = {key: raw[key] for key in raw if key in ("label", "features", "delimiter")}
     options = convert(read, read_csv, "--data-options", "of a .csv file")
+    if run.shapes.targets:
+        options["label"] = run.shapes.targets[0]
     # their order matters to the model
     columns = options.pop("features", None) or run.shapes.columns
     if columns is None and Path(run.config.data).is_file():

@@ -1,0 +1,118 @@
+"""`Regressor`: a model adapted to a given regression task, and what it predicts for other rows."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor, nn
+
+from metanudge.tasks.read_csv import as_number, read_columns
+from metanudge.tasks.standardise import Standardisation
+from metanudge.training.use.examples import explained
+from metanudge.training.use.export import export_model
+from metanudge.training.use.preprocessing import Preprocessing
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the model says about one row.
+
+    Attributes:
+        row: FILE:ROW.
+        values: one for each target, in its units.
+        truth: what the table itself says, where it does.
+    """
+
+    row: str
+    values: tuple[float, ...]
+    truth: tuple[float, ...] | None = None
+
+
+class InUnits(nn.Module):
+    """A model whose outputs are turned into the targets' units."""
+
+    def __init__(self, model: nn.Module, scale: Standardisation | None, like: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        outputs = 1 if scale is None else len(scale.mean)
+        mean, size = ([0.0] * outputs, [1.0] * outputs) if scale is None else (
+            list(scale.mean), list(scale.scale))  # fmt: skip
+        self.register_buffer("mean", torch.tensor(mean, dtype=like.dtype, device=like.device))
+        self.register_buffer("scale", torch.tensor(size, dtype=like.dtype, device=like.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predictions `(n, targets)`."""
+        predicted: Tensor = self.model(x) * self.scale + self.mean
+        return predicted
+
+
+@dataclass(frozen=True)
+class Regressor:
+    """A model adapted to the rows of a support set; made by `adapt`.
+
+    Attributes:
+        model: an ordinary module in evaluation mode, inputs in, targets in their units out.
+        targets: their names.
+        preprocessing: how rows become inputs.
+        support: the inputs it was adapted on.
+    """
+
+    model: nn.Module
+    targets: tuple[str, ...]
+    preprocessing: Preprocessing
+    support: Tensor
+
+    def predict(self, path: str | os.PathLike[str]) -> list[Estimate]:
+        """Predictions for the rows of a table, in their order."""
+        how, file = self.preprocessing, Path(path)
+        with explained():
+            read = read_columns(file, self.targets, how.columns, delimiter=how.delimiter, needed=())
+            raw = torch.from_numpy(read.values)
+            how.check(raw, file)
+            columns = [read.text[name] for name in self.targets]
+            cells = list(zip(*columns, strict=True))
+            known = [
+                tuple(map(as_number, row, [where] * len(row))) if all(row) else None
+                for row, where in zip(cells, read.rows, strict=True)
+            ]
+        with torch.no_grad():
+            found = self.model(how.tensor(raw).to(self.support.device)).double().cpu().tolist()
+        return [
+            Estimate(f"{file.name}:{number}", tuple(values), truth)
+            for number, (values, truth) in enumerate(zip(found, known, strict=True), start=1)
+        ]
+
+    def export(
+        self, folder: str | os.PathLike[str], *, program: bool = True, overwrite: bool = False
+    ) -> Path:
+        """Write the adapted model to a new folder; see `Classifier.export`. Its outputs are the
+        targets in their units.
+        """
+        about = {
+            "targets": list(self.targets),
+            "support_examples": len(self.support),
+            "outputs": "one per target in this order, in the target's units",
+            "preprocessing": asdict(self.preprocessing),
+        }
+        return export_model(
+            self.model, folder, self.support, about, program=program, overwrite=overwrite
+        )
+
+
+def write_estimates(
+    file: IO[str], targets: tuple[str, ...], estimates: Iterable[Estimate]
+) -> list[Estimate]:
+    """Write predictions as CSV: row, and one column per target. Returns what was written."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["row", *(f"target {name}" if name == "row" else name for name in targets)])
+    written = []
+    for found in estimates:
+        writer.writerow([found.row, *(f"{value:.9g}" for value in found.values)])
+        written.append(found)
+    return written
