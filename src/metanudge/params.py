@@ -40,6 +40,9 @@ def norm(a: Mapping[str, Tensor]) -> Tensor:
     """Euclidean norm of each row, shape `(rows,)`; allocates nothing of the size of `a`. Mappings
     that know a shorter way register it, here and with `condensed`.
     """
+    if num_rows(a) == 1:
+        norms = torch._foreach_norm(list(a.values()))
+        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
     norms = [torch.linalg.vector_norm(_matrix(leaf), dim=1) for leaf in a.values()]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metanudge.params import Params, dot, flatten, per_row, tiled, unflatten
+from metanudge.params import Params, dot, flatten, norm, per_row, tiled, unflatten
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
 from metanudge.solvers.conjugate_gradient import LinearSolve
@@ -228,6 +228,11 @@ class Inner(ABC):
         """
         assert not self.problem.shared
         return self.data_gradient(d, None, step, batch_size)[1]
+
+    def lengths(self, d: Params) -> Tensor:
+        """‖θ + d‖ of each row, one tensor at a time."""
+        norms = [norm({n: self.theta[n] + leaf}) for n, leaf in d.items()]
+        return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
     def support_difference(
         self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 import torch
@@ -35,6 +36,7 @@ from metanudge.proximal import Diagonal
 from metanudge.task import Batch, Task, TaskBatch, map_tensors
 
 Result = TypeVar("Result")
+_LARGE = 2**22  # entries, from which on a tensor's own traffic counts more than a kernel's launch
 
 
 @dataclass(frozen=True)
@@ -188,14 +190,22 @@ class InplaceInner(Inner):
         self.cost.support_gradients += 1
         return self._collect() | self._collect(self.problem.shared)
 
+    def lengths(self, d: Params) -> Tensor:
+        """‖θ + d‖, of what the module is to hold anyway."""
+        self._write(d)
+        dtype = reduce(torch.promote_types, self.problem.theta_dtypes.values())
+        norms = torch._foreach_norm([p.data for p in self.problem.parameters.values()], 2, dtype)
+        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
+
     def support_difference(
         self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None
     ) -> Params:
         """Two backward passes into the same `.grad`, the second one with the other sign."""
         batch, shared = self._support(step, batch_size), self.problem.shared
+        size = float(epsilon)  # waits for the device; but a number moves many tensors at once
         with self._guard.sharing() if shared else nullcontext():
             for sign in (1.0, -1.0):
-                self._write(d, v, sign * epsilon[0])
+                self._write(d, v, sign * size)
                 self._backward(
                     batch, step, "support", torch.tensor(sign, device=self.problem.device)
                 )
@@ -281,25 +291,32 @@ class InplaceInner(Inner):
         self._write(d)
         self._guard.theta = {n: p.detach().clone() for n, p in self.problem.parameters.items()}
 
-    def _write(
-        self, d: Params | None, along: Params | None = None, by: Tensor | None = None
-    ) -> None:
+    def _write(self, d: Params | None, along: Params | None = None, by: float = 0.0) -> None:
         """Put φ = θ + d into the module, or φ moved further along a direction."""
         theta = self._guard.theta
+        together = []  # a kernel for many tensors; large ones are read and written once instead
         with torch.no_grad():
             for name, parameter in self.problem.parameters.items():
                 if d is None:
-                    parameter.data.copy_(theta[name])
-                elif d[name].dtype == parameter.dtype:
-                    torch.add(theta[name], d[name][0], out=parameter.data)
-                else:
+                    together.append(name)
+                elif d[name].dtype != parameter.dtype:
                     phi = theta[name] + d[name][0]
-                    if along is not None and by is not None:
-                        phi.addcmul_(along[name][0], by.to(phi))
+                    if along is not None:
+                        phi.add_(along[name][0], alpha=by)
                     parameter.data.copy_(phi)
-                    continue
-                if along is not None and by is not None:
-                    parameter.data.addcmul_(along[name][0], by.to(parameter.dtype))
+                elif parameter.numel() >= _LARGE:
+                    torch.add(theta[name], d[name][0], out=parameter.data)
+                    if along is not None:
+                        parameter.data.add_(along[name][0], alpha=by)
+                else:
+                    together.append(name)
+            if together:
+                phi = [self.problem.parameters[n].data for n in together]
+                torch._foreach_copy_(phi, [theta[n] for n in together])
+                if d is not None:
+                    torch._foreach_add_(phi, [d[n][0] for n in together])
+                if along is not None:
+                    torch._foreach_add_(phi, [along[n][0] for n in together], alpha=by)
         if torch.is_autocast_enabled(self.problem.device.type):
             torch.clear_autocast_cache()  # it holds casts of the parameters' old values
 

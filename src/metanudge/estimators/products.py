@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.engines.precision import Precision, precision_of
@@ -102,11 +101,14 @@ class Difference:
         self, inner: Inner, d: Params, w: Params, step: int, batch_size: int | None
     ) -> Params:
         """The two gradients side by side where the engine can."""
-        size = 1 + _size(inner.theta, d)
+        size = 1 + inner.lengths(d)
         length = norm(w)
         # nothing to move along: the difference of equal gradients is zero for any length
         epsilon = self.epsilon * size / torch.where(length > 0, length, torch.ones_like(length))
         apart = inner.support_difference(d, w, epsilon, step, batch_size)
+        if len(epsilon) == 1:
+            torch._foreach_mul_(list(apart.values()), 0.5 / epsilon[0])
+            return apart
         return {n: leaf.div_(per_row(2 * epsilon, leaf)) for n, leaf in apart.items()}
 
 
@@ -135,9 +137,3 @@ class Either:
                 )
         self.name = Difference.name
         return self._difference(inner, d, w, step, batch_size)
-
-
-def _size(theta: Params, d: Params) -> Tensor:
-    """‖θ + d‖ of each row, one tensor at a time."""
-    norms = [norm({n: theta[n] + leaf}) for n, leaf in d.items()]
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)

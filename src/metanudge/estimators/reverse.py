@@ -62,8 +62,9 @@ def there_and_back(
         if by_shared:
             total.add(by_shared, factor)
         hw = _through_the_term(total, inner, point.d, w, hw, factor)
-        for name, leaf in hw.items():
-            torch.add(before.d[name], leaf, alpha=factor, out=leaf)
+        leaves = list(hw.values())
+        torch._foreach_mul_(leaves, factor)
+        torch._foreach_add_(leaves, [before.d[name] for name in hw])
         adjoint = Adjoint(hw, before.memory)
         del before, w, hw, by_shared  # or they would still be alive during the next product
     if isinstance(update, LinearUpdate) and update.by_strong_convexity is not None:
