@@ -43,6 +43,8 @@ def norm(a: Mapping[str, Tensor]) -> Tensor:
     """Euclidean norm of each row, shape `(rows,)`; allocates nothing of the size of `a`. Mappings
     that know a shorter way register it, here and with `condensed`.
     """
+    if num_rows(a) == 1:
+        return joined(dict(zip(a, torch._foreach_norm([*a.values()]), strict=True))).reshape(1)
     return joined({name: lengths(leaf) for name, leaf in a.items()})
 
 

@@ -295,6 +295,8 @@ def pieces(*leaves: Tensor, most: int) -> Iterator[tuple[Tensor, ...]]:
         [(2, 2), (2, 2), (2, 1)]
     """
     shape = leaves[0].shape
+    if leaves[0].numel() <= most:
+        return iter([leaves])
     axis = max(range(len(shape)), key=shape.__getitem__)
     length = max(1, most * shape[axis] // max(1, leaves[0].numel()))
     return zip(*(leaf.split(length, axis) for leaf in leaves), strict=True)

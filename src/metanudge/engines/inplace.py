@@ -40,6 +40,7 @@ from metanudge.spread import agreed
 from metanudge.task import Batch, Task, TaskBatch, map_tensors
 
 Result = TypeVar("Result")
+_LARGE = 2**22  # entries, from which on a tensor's own traffic counts more than a kernel's launch
 
 
 @dataclass(frozen=True)
@@ -207,9 +208,10 @@ class InplaceInner(Inner):
     ) -> Params:
         """Two backward passes into the same `.grad`, the second one with the other sign."""
         batch, shared = self._support(step, batch_size), self.problem.shared
+        size = float(epsilon)  # waits for the device; but a number moves many tensors at once
         with self._guard.sharing() if shared else nullcontext():
             for sign in (1.0, -1.0):
-                self._write(d, v, sign * epsilon[0])
+                self._write(d, v, sign * size)
                 self._backward(
                     batch, step, "support", torch.tensor(sign, device=self.problem.device)
                 )
@@ -290,26 +292,33 @@ class InplaceInner(Inner):
         """A group of one is apart already."""
         return self
 
-    def _write(
-        self, d: Params | None, along: Params | None = None, by: Tensor | None = None
-    ) -> None:
+    def _write(self, d: Params | None, along: Params | None = None, by: float = 0.0) -> None:
         """Put φ = θ + d into the module, or φ moved further along a direction."""
         theta = self._guard.theta
+        together = []  # a kernel for many tensors; large ones are read and written once instead
         with torch.no_grad():
             for name in self.problem.parameters:
                 place = self._guard.phi(name)
                 if d is None:
-                    place.copy_(theta[name])
-                elif d[name].dtype == place.dtype:
-                    torch.add(theta[name], d[name][0], out=place)
-                else:
+                    together.append(name)
+                elif d[name].dtype != place.dtype:
                     phi = theta[name] + d[name][0]
-                    if along is not None and by is not None:
-                        phi.addcmul_(along[name][0], by.to(phi))
+                    if along is not None:
+                        phi.add_(along[name][0], alpha=by)
                     place.copy_(phi)
-                    continue
-                if along is not None and by is not None:
-                    place.addcmul_(along[name][0], by.to(place.dtype))
+                elif place.numel() >= _LARGE:
+                    torch.add(theta[name], d[name][0], out=place)
+                    if along is not None:
+                        place.add_(along[name][0], alpha=by)
+                else:
+                    together.append(name)
+            if together:
+                places = [self._guard.phi(name) for name in together]
+                torch._foreach_copy_(places, [theta[n] for n in together])
+                if d is not None:
+                    torch._foreach_add_(places, [d[n][0] for n in together])
+                if along is not None:
+                    torch._foreach_add_(places, [along[n][0] for n in together], alpha=by)
         self._guard.wrote()
         if torch.is_autocast_enabled(self.problem.device.type):
             torch.clear_autocast_cache()  # it holds casts of the parameters' old values

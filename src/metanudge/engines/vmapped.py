@@ -24,7 +24,7 @@ from metanudge.engines.diagnosis import diagnosed
 from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.objective import LossError
-from metanudge.params import Params, norm, num_rows
+from metanudge.params import Params, num_rows
 from metanudge.problem import Problem
 from metanudge.solvers.base import LinearSolver, Solution, bound, unroll
 from metanudge.task import Batch, Stack, map_tensors, num_examples
@@ -220,9 +220,8 @@ class StackedInner(Inner):
                     g, loss = grad(inner, has_aux=True)(d)
                     g = {n: leaf + g[n] for n, leaf in force(d).items()}
                     losses.append(loss)
-                    residuals.append(
-                        norm({n: leaf.detach().unsqueeze(0) for n, leaf in g.items()})[0]
-                    )
+                    norms = [torch.linalg.vector_norm(leaf.detach()) for leaf in g.values()]
+                    residuals.append(torch.linalg.vector_norm(torch.stack(norms)))
                     return g
 
                 d = unroll(solver, start, gradient, strong_convexity=mu, last=unrolled)

@@ -111,27 +111,35 @@ class Autograd:
 
 
 class Difference:
-    """[∇f̂(φ + εw) − ∇f̂(φ − εw)] / 2ε: two plain support gradients, nothing differentiated twice.
+    """[∇f̂(φ + εw) − ∇f̂(φ − εw)] / 2ε on one walk back: two plain support gradients, nothing
+    differentiated twice.
 
     Args:
-        epsilon: ‖εw‖ as a multiple of 1 + ‖φ‖. The error is of order ε² where f̂ is smooth, plus
-            the gradients' rounding divided by ε.
+        epsilon: ‖εw‖ as a multiple of 1 + ‖φ‖, with φ where the last step began. The error is of
+            order ε² where f̂ is smooth, plus the gradients' rounding divided by ε.
     """
 
     name = "difference"
 
     def __init__(self, epsilon: float) -> None:
         self.epsilon = epsilon
+        self._size: Tensor | None = None
 
     def __call__(
         self, inner: Curved, d: Params, w: Params, step: int, batch_size: int | None
     ) -> Params:
         """The two gradients side by side where the engine can."""
-        size = 1 + _size(inner.theta, d)
+        if self._size is None:  # once a walk: steps change it by little
+            self._size = 1 + _size(inner.theta, d)
         length = norm(w)
         # nothing to move along: the difference of equal gradients is zero for any length
-        epsilon = self.epsilon * size / torch.where(length > 0, length, torch.ones_like(length))
+        epsilon = (
+            self.epsilon * self._size / torch.where(length > 0, length, torch.ones_like(length))
+        )
         apart = inner.support_difference(d, w, epsilon, step, batch_size)
+        if len(epsilon) == 1:
+            torch._foreach_mul_(list(apart.values()), 0.5 / epsilon[0])
+            return apart
         return {n: leaf.div_(per_row(2 * epsilon, leaf)) for n, leaf in apart.items()}
 
 

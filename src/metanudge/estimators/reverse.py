@@ -102,8 +102,9 @@ def walk_back(
     for step, point in way:
         back = pull_back(step, point, adjoint)
         before, hw = back.before, bend(step, point, back)
-        for name, leaf in hw.items():
-            torch.add(before.d[name], leaf, alpha=back.factor, out=leaf)
+        leaves = list(hw.values())
+        torch._foreach_mul_(leaves, back.factor)
+        torch._foreach_add_(leaves, [before.d[name] for name in hw])
         adjoint = Adjoint(hw, before.memory)
         del before, back, hw  # or they would still be alive during the next product
         if join is not None and (more := join(step, point)) is not None:

@@ -133,6 +133,12 @@ class MetaGradient:
         """
         with torch.no_grad():
             rows, weights = condensed(rows, weights)
+            if scale is None and all(leaf.shape[0] == 1 for leaf in rows.values()):
+                weight = weights if isinstance(weights, (int, float)) else weights[0]
+                targets = [self.gradient[name] for name in rows]
+                sums = [leaf[0] for leaf in rows.values()]
+                torch._foreach_add_(targets, sums, alpha=weight / self.num_tasks)
+                return
             for name, leaf in rows.items():
                 factor = None if scale is None else scale[name]
                 if leaf.shape[0] == 1:  # the in-place engine: no temporary of the size of the model

@@ -40,6 +40,10 @@ class Diagonal(Proximal):
 
     def add_force(self, g: Params, d: Params, theta: Params) -> None:
         """g += λ d."""
+        alpha = self.smallest_curvature
+        if isinstance(alpha, float) and self.common is not None:  # then it is the common one
+            torch._foreach_add_(list(g.values()), [d[n] for n in g], alpha=alpha)
+            return
         for name, leaf in g.items():
             leaf.addcmul_(d[name], self.lam[name])
 

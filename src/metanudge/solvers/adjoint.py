@@ -222,5 +222,5 @@ def pulled_back(
 
 
 def copied(a: Params) -> Params:
-    """The same values in memory of their own."""
-    return {n: leaf.clone() for n, leaf in a.items()}
+    """The same values in memory of their own: times one, in one kernel for many tensors."""
+    return dict(zip(a, torch._foreach_mul(list(a.values()), 1.0), strict=True))

@@ -94,8 +94,7 @@ class GradientDescent:
     ) -> tuple[Params, Params]:
         """One step."""
         if inplace:
-            for name, leaf in d.items():
-                leaf.add_(g[name], alpha=-self.lr)
+            torch._foreach_add_(list(d.values()), [g[name] for name in d], alpha=-self.lr)
             return d, memory
         return {name: torch.add(leaf, g[name], alpha=-self.lr) for name, leaf in d.items()}, memory
 
