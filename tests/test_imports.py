@@ -33,6 +33,7 @@ LAYERS = (
     {"estimators"},
     {"tuning", "setting", "evaluation", "split"},
     {"engine_choice"},
+    {"adapting"},
     {"learner", "gradcheck", "bilevel"},
     {"testing"},
     {"training"},

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metanudge.adapting import Tasks
 from metanudge.engines import Cost, Engine, InplaceEngine, StackedEngine, StackingError
 from metanudge.estimators import (
     FOBMAML,
@@ -27,7 +28,7 @@ from metanudge.estimators import (
     meta_gradient,
 )
 from metanudge.estimators.run import advice_on
-from metanudge.learner import MetaLearner, Tasks
+from metanudge.learner import MetaLearner
 from metanudge.objective import Objective
 from metanudge.problem import Problem
 from metanudge.solvers import LBFGS, NewtonCG, Solver

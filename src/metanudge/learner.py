@@ -4,46 +4,34 @@ user's own training loop takes over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from metanudge.adapting import Adapting, Tasks
 from metanudge.engine_choice import EngineChoice, EngineName, Wish
 from metanudge.engines import Engine
 from metanudge.engines.randomness import mix
 from metanudge.engines.undisturbed import obey
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, Stats, meta_gradient
-from metanudge.estimators.ladder import LADDER
 from metanudge.estimators.run import Watch
-from metanudge.evaluation import (
-    Evaluation,
-    adapted_copy,
-    adapted_in_place,
-    displacement,
-    evaluate,
-    with_steps,
-)
 from metanudge.objective import Loss
 from metanudge.params import Params
 from metanudge.problem import Problem
 from metanudge.proximal import Per, Regulariser, Stiffness
 from metanudge.rates import InnerRates, RatePer
-from metanudge.setting import Setting, add_to_grad, at_work, meta_loss
+from metanudge.setting import add_to_grad, at_work, meta_loss
 from metanudge.solvers import EXAMPLES, GradientDescent, Solver
 from metanudge.solvers.base import check_kind
 from metanudge.split import mean_over
-from metanudge.task import Batch, Task, TaskBatch
+from metanudge.task import TaskBatch
 from metanudge.tuning import NuEstimate, NuTuner, is_automatic
 
-Tasks = TaskBatch | Task | Iterable[Task]
-_RUNGS, _UNKNOWN = len(LADDER) - 1, -1.0
 
-
-class MetaLearner(Setting):
+class MetaLearner(Adapting):
     """Learns an initialisation θ from which a model adapts to a new task in a few steps.
 
     Args:
@@ -126,7 +114,6 @@ class MetaLearner(Setting):
         self.tuner = NuTuner()
         self._choice = EngineChoice()
         self._watch = Watch()
-        self._away = False
         self._wish()
         self._settle(self.solver)
 
@@ -155,7 +142,7 @@ class MetaLearner(Setting):
             over: one dimension of a device mesh (or a process group) over whose ranks the tasks are
                 split. All ranks give all tasks, and get the mean over all of them.
         """
-        with self._at_work() as problem:
+        with at_work(self, compile=self.compiled) as problem:
             gradient, stats = self._meta_gradient(problem, tasks, metrics, seed, first, over)
             obey()
             add_to_grad(gradient, problem.meta_parameters)
@@ -190,7 +177,7 @@ class MetaLearner(Setting):
         """The mean meta-gradient, keyed like `model.named_parameters()`, then `log_lam.…` where λ
         is learned and `log_lr.…` (`lr.…`) where inner rates are; writes no `.grad`.
         """
-        with self._at_work() as problem:
+        with at_work(self, compile=self.compiled) as problem:
             result = self._meta_gradient(problem, tasks, metrics, seed, first, over)
             self._count()
         return result
@@ -225,24 +212,14 @@ class MetaLearner(Setting):
         """What `state_dict` holds besides tensors: how many meta-gradients were made, which seeds
         follow, and what was found about ν. One tensor, as files of tensors want it.
         """
-        state = self.tuner.state_dict()
-        known = state["disagreement"] or [_UNKNOWN] * _RUNGS
-        nu = state["nu"] or _UNKNOWN
-        values = [self.calls, nu, state["age"], state["gradients"], *known]
+        values = [self.calls, *self.tuner.numbers()]
         return torch.tensor(values, dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Go on from `get_extra_state`'s result."""
-        calls, nu, age, gradients, *known = state.tolist()
+        calls, *numbers = state.tolist()
         self.calls = int(calls)
-        self.tuner.load_state_dict(
-            {
-                "nu": None if nu == _UNKNOWN else nu,
-                "age": int(age),
-                "gradients": int(gradients),
-                "disagreement": None if _UNKNOWN in known else known,
-            }
-        )
+        self.tuner.load_numbers(numbers)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *more: Any, **named: Any
@@ -276,87 +253,10 @@ class MetaLearner(Setting):
             raise ValueError(f'{estimator!r} leaves no ν to be chosen. Use FOBMAML(nu="auto").')
         batch = TaskBatch.of(tasks)
         draw = mix(self.seed, self.calls) if seed is None else seed
-        with self._at_work() as problem:
+        with at_work(self, compile=self.compiled) as problem:
             look = partial(self.tuner.look, estimator, problem, batch, solver=self.solver)
             look = partial(look, seed=draw, first=first, rungs_at_once=rungs_at_once)
             return self._choice.run(problem, batch, self._wish(), lambda e: look(engine=e))
-
-    def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
-        """A copy of the model adapted to a support set; the learner and its model stay as they are.
-
-        What does not adapt and is not learned either is not copied: the copy shares the model's
-        frozen parameters, and large buffers that no forward pass writes.
-
-        Args:
-            support: a batch as in `Task.support`, usually `(inputs, targets)`.
-            steps: number of steps, if not the solver's own.
-            seed: of dropout masks and minibatches.
-        """
-        with self._at_work(alone=False) as own:
-            return adapted_copy(own, self.adapting, support, with_steps(self.solver, steps), seed)
-
-    @contextmanager
-    def adapted(
-        self, support: Batch, *, steps: int | None = None, seed: int = 0
-    ) -> Iterator[nn.Module]:
-        """Within, the learner's own model is adapted to a support set, in the memory of one copy of
-        what adapts and one of how far it has moved; then it is as it was, also after an error.
-
-        Args:
-            support, steps, seed: as in `adapt`.
-
-        Example:
-            >>> import torch
-            >>> learner = MetaLearner(nn.Linear(1, 1), nn.functional.mse_loss)
-            >>> x = torch.linspace(-1.0, 1.0, 5)[:, None]
-            >>> with learner.adapted((x, 3 * x)) as model:
-            ...     same, inside = model is learner.model, model(x)
-            >>> same, torch.equal(inside, learner.model(x))
-            (True, False)
-        """
-        with self._at_work() as problem:
-            moved = displacement(problem, support, with_steps(self.solver, steps), seed)
-        self._away = True
-        try:
-            with adapted_in_place(problem, moved) as model:
-                yield model
-        finally:
-            self._away = False
-
-    def adapted_state(
-        self, support: Batch, *, steps: int | None = None, seed: int = 0
-    ) -> dict[str, Tensor]:
-        """What adapts, after adaptation to a support set: a part of a `state_dict` of the model,
-        for `load_state_dict(state, strict=False)`.
-
-        Many users' adapters are kept in this way beside one model; of a PEFT model,
-        `model.save_pretrained(folder, state_dict=state)` saves one.
-
-        Args:
-            support, steps, seed: as in `adapt`.
-
-        Example:
-            >>> import torch
-            >>> learner = MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss, adapt="bias")
-            >>> x = torch.ones(3, 2)
-            >>> list(learner.adapted_state((x, x[:, :1])))
-            ['bias']
-        """
-        with self._at_work() as problem:
-            moved = displacement(problem, support, with_steps(self.solver, steps), seed)
-            return {n: (p.detach() + moved[n]).to(p) for n, p in problem.parameters.items()}
-
-    def evaluate(self, tasks: Tasks, *, steps: int | None = None, seed: int = 0) -> Evaluation:
-        """Adapt to every task's support set and measure on its query set. Changes nothing."""
-        batch, solver = TaskBatch.of(tasks), with_steps(self.solver, steps)
-        with self._at_work() as problem:
-            problem.check_tasks(batch)
-            run = partial(evaluate, problem, batch, solver, seed=seed)
-            return self._choice.run(problem, batch, self._wish(), run, estimates=False)
-
-    def choose_engine(self, batch: TaskBatch) -> tuple[Engine, str]:
-        """The engine for a batch, and why."""
-        return self._choice.choose(self.problem(), batch, self._wish())
 
     def extra_repr(self) -> str:
         """Solver, estimator and engine, for `repr`."""
@@ -368,11 +268,3 @@ class MetaLearner(Setting):
 
     def _wish(self) -> Wish:
         return Wish(self.engine, self.chunk, self.estimator, self.solver)
-
-    def _at_work(self, *, alone: bool = True) -> AbstractContextManager[Problem]:
-        if self._away:
-            raise RuntimeError(
-                "Within `with learner.adapted(...)` the model holds what it has adapted to, not θ."
-                " Leave the block first, or use learner.adapt, which makes a copy."
-            )
-        return at_work(self, compile=self.compiled, alone=alone)

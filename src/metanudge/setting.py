@@ -72,6 +72,7 @@ class Setting(nn.Module):
         self.log_lr: LearnedRates | None = None  # positive ones
         self.lr: LearnedRates | None = None
         self._made: tuple[Hashable, Problem, Any] | None = None
+        self._away = False  # the model holds what it has adapted to
 
     def _settle(self, solver: Solver) -> None:
         """Make the problem, with λ and the solver's rate among the parameters where they are
@@ -212,6 +213,11 @@ def at_work(setting: Setting, *, compile: bool, alone: bool = True) -> Iterator[
     """Within, signals wait, the model is ours (or at least nobody else's), and gradients are on, as
     inner solves need them.
     """
+    if setting._away:
+        raise RuntimeError(
+            "Within `with learner.adapted(...)` the model holds what it has adapted to, not θ."
+            " Leave the block first, or use learner.adapt, which makes a copy."
+        )
     enabled = torch.is_grad_enabled()
     assert setting._made is not None
     with (

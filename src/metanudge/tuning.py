@@ -57,6 +57,7 @@ from metanudge.task import TaskBatch
 
 _FEW, _MANY = 10, 50
 _WORTH_HAVING = 0.3
+_UNKNOWN = -1.0
 
 
 def step_aware(steps: int, *, coarse: float = 0.1, fine: float = 0.01) -> float:
@@ -354,6 +355,25 @@ class NuTuner:
             state[k] for k in ("nu", "age", "disagreement", "gradients")
         )
         self.last, self._made_for = None, None
+
+    def numbers(self) -> list[float]:
+        """The same as `state_dict`, in numbers alone, always as many."""
+        known = self._disagreement or []
+        nu = _UNKNOWN if self.nu is None else self.nu
+        filled = [*known, *[_UNKNOWN] * (len(LADDER) - 1 - len(known))]
+        return [nu, self._age, self.gradients, *filled]
+
+    def load_numbers(self, numbers: list[float]) -> None:
+        """Go on from `numbers`' result."""
+        nu, age, gradients, *filled = numbers
+        self.load_state_dict(
+            {
+                "nu": None if nu == _UNKNOWN else nu,
+                "age": int(age),
+                "gradients": int(gradients),
+                "disagreement": [value for value in filled if value != _UNKNOWN] or None,
+            }
+        )
 
 
 class ProductsWarning(UserWarning):

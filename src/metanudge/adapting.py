@@ -1,0 +1,115 @@
+"""What is learned, in use: adapting to support sets and measuring on query sets."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor, nn
+
+from metanudge.engine_choice import EngineChoice, Wish
+from metanudge.engines import Engine
+from metanudge.evaluation import (
+    Evaluation,
+    adapted_copy,
+    adapted_in_place,
+    displacement,
+    evaluate,
+    with_steps,
+)
+from metanudge.setting import Setting, at_work
+from metanudge.solvers import Solver
+from metanudge.task import Batch, Task, TaskBatch
+
+Tasks = TaskBatch | Task | Iterable[Task]
+
+
+class Adapting(Setting):
+    """A setting with a way to solve it, and an engine to run it on; see `MetaLearner`."""
+
+    solver: Solver
+    compiled: bool
+    _choice: EngineChoice
+
+    @abstractmethod
+    def _wish(self) -> Wish:
+        """What is wanted of the engine."""
+
+    def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
+        """A copy of the model adapted to a support set; the learner and its model stay as they are.
+
+        What does not adapt and is not learned either is not copied: the copy shares the model's
+        frozen parameters, and large buffers that no forward pass writes.
+
+        Args:
+            support: a batch as in `Task.support`, usually `(inputs, targets)`.
+            steps: number of steps, if not the solver's own.
+            seed: of dropout masks and minibatches.
+        """
+        with at_work(self, compile=self.compiled, alone=False) as own:
+            return adapted_copy(own, self.adapting, support, with_steps(self.solver, steps), seed)
+
+    @contextmanager
+    def adapted(
+        self, support: Batch, *, steps: int | None = None, seed: int = 0
+    ) -> Iterator[nn.Module]:
+        """Within, the learner's own model is adapted to a support set, in the memory of one copy of
+        what adapts and one of how far it has moved; then it is as it was, also after an error.
+
+        Args:
+            support, steps, seed: as in `adapt`.
+
+        Example:
+            >>> import torch
+            >>> learner = MetaLearner(nn.Linear(1, 1), nn.functional.mse_loss)
+            >>> x = torch.linspace(-1.0, 1.0, 5)[:, None]
+            >>> with learner.adapted((x, 3 * x)) as model:
+            ...     same, inside = model is learner.model, model(x)
+            >>> same, torch.equal(inside, learner.model(x))
+            (True, False)
+        """
+        with at_work(self, compile=self.compiled) as problem:
+            moved = displacement(problem, support, with_steps(self.solver, steps), seed)
+        self._away = True
+        try:
+            with adapted_in_place(problem, moved) as model:
+                yield model
+        finally:
+            self._away = False
+
+    def adapted_state(
+        self, support: Batch, *, steps: int | None = None, seed: int = 0
+    ) -> dict[str, Tensor]:
+        """What adapts, after adaptation to a support set: a part of a `state_dict` of the model,
+        for `load_state_dict(state, strict=False)`.
+
+        Many users' adapters are kept in this way beside one model; of a PEFT model,
+        `model.save_pretrained(folder, state_dict=state)` saves one.
+
+        Args:
+            support, steps, seed: as in `adapt`.
+
+        Example:
+            >>> import torch
+            >>> learner = MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss, adapt="bias")
+            >>> x = torch.ones(3, 2)
+            >>> list(learner.adapted_state((x, x[:, :1])))
+            ['bias']
+        """
+        with at_work(self, compile=self.compiled) as problem:
+            moved = displacement(problem, support, with_steps(self.solver, steps), seed)
+            return {n: (p.detach() + moved[n]).to(p) for n, p in problem.parameters.items()}
+
+    def evaluate(self, tasks: Tasks, *, steps: int | None = None, seed: int = 0) -> Evaluation:
+        """Adapt to every task's support set and measure on its query set. Changes nothing."""
+        batch, solver = TaskBatch.of(tasks), with_steps(self.solver, steps)
+        with at_work(self, compile=self.compiled) as problem:
+            problem.check_tasks(batch)
+            run = partial(evaluate, problem, batch, solver, seed=seed)
+            return self._choice.run(problem, batch, self._wish(), run, estimates=False)
+
+    def choose_engine(self, batch: TaskBatch) -> tuple[Engine, str]:
+        """The engine for a batch, and why."""
+        return self._choice.choose(self.problem(), batch, self._wish())
