@@ -52,7 +52,7 @@ def test_auroc_by_hand(script):
 def test_hyper_cleaning_online(script, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(EXAMPLES)
     example = script(EXAMPLES / "hyper_cleaning_online.py")
-    small = {"train": 300, "validation": 200, "filters": 16, "training-steps": 100}
+    small = {"train": 200, "validation": 100, "filters": 8, "training-steps": 40}
     small |= {"batch": 50, "looks": 1, "seeds": 1, "rates": 0.3}
     result = example.main(
         [*(f"--{name}={value}" for name, value in small.items()), f"--out={tmp_path}"]

@@ -286,9 +286,9 @@ class Buffers:
 
 
 def _copied(buffer: Tensor | None, known: Tensor | None) -> Tensor | None:
-    if buffer is None or (known is not None and torch.equal(buffer, known)):
-        return None if buffer is None else known
-    return buffer.detach().clone()
+    if buffer is None:
+        return None
+    return known if known is not None and torch.equal(buffer, known) else buffer.detach().clone()
 
 
 @dataclass
