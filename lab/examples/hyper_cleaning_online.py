@@ -389,7 +389,7 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
         made.add_row(
             row["method"],
             solved.spread(row["accuracy"], ".1%"),
-            solved.spread(row["auroc"], ".3f"),
+            f"{statistics.mean(row['auroc']):.3f}",
             f"{row['rate']:g}",
             *("" if row[key] is None else f"{row[key]:.3f}" for key in ("own", "long")),
             f"{statistics.mean(row['seconds']):.2f}",
