@@ -376,7 +376,7 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
     )
     made.add_column("cleaned by", no_wrap=True)
     for column in (
-        "test accuracy",
+        "accuracy",
         "AUROC",
         "rate",
         "cos K",
@@ -387,7 +387,7 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
         made.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         made.add_row(
-            row["method"],
+            row["method"].replace("Unrolled by", "  by"),
             solved.spread(row["accuracy"], ".1%"),
             f"{statistics.mean(row['auroc']):.3f}",
             f"{row['rate']:g}",
