@@ -176,7 +176,7 @@ class Cleaning:
             method=name,
             seed=seed,
             auroc=auroc(weights, self.data.clean),
-            accuracy=self.final_accuracy(weights, self.data.given),
+            accuracy=self.final_accuracy(weights, self.data.given)[1],
             cosine=float(F.cosine_similarity(first, exact, 0)),
             seconds=statistics.median(seconds),
             megabytes=peak_memory(lambda: self.hypergradient(estimator, x, phi), x.device) / 1e6,
@@ -195,14 +195,14 @@ class Cleaning:
         """Test accuracy without cleaning."""
         ones = torch.ones(self.config.train)
         if name == "validation examples alone":
-            return self.final_accuracy(0 * ones, self.data.given)
+            return self.final_accuracy(0 * ones, self.data.given)[1]
         return self.final_accuracy(
             ones, self.data.right if name == "all labels right" else self.data.given
-        )
+        )[1]
 
-    def final_accuracy(self, weights: Tensor, labels: Tensor) -> float:
-        """Train on the weighted training examples and the validation examples; the penalty that is
-        best on the selection set counts.
+    def final_accuracy(self, weights: Tensor, labels: Tensor) -> tuple[float, float]:
+        """Train on the weighted training examples and the validation examples; accuracies on the
+        selection set and the test set, with the penalty that is best on the former.
         """
         features = torch.cat([self.data.train, self.data.validation[0]])
         targets = torch.cat([labels, self.data.validation[1]])
@@ -217,7 +217,7 @@ class Cleaning:
 
             phi = fit(loss, phi)
             best = max(best, (accuracy(phi, *self.data.selection), accuracy(phi, *self.data.test)))
-        return best[1]
+        return best
 
 
 def fit(loss: Any, init: Tensor) -> Tensor:

@@ -51,6 +51,11 @@ class Lower:
     ) -> None:
         self._module, self.loss, self.optimizer = module, loss, optimizer
         self.shared, self.modules = shared, modules
+        if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in modules):
+            raise TypeError(
+                "lower or upper is wrapped in DistributedDataParallel, which would not average the"
+                " gradients that Unrolled takes. Train in one process, with the module inside."
+            )
         self.refresh()
 
     def refresh(self) -> None:
@@ -69,10 +74,11 @@ class Lower:
                 "The optimizer moves no parameter of lower that requires gradients, so nothing"
                 " trains. Call requires_grad_(True) on what shall move."
             )
+        shared = {id(leaf) for leaf in self.shared.values()}
         for name, p in self.parameters.items():
             if not p.is_floating_point():
                 raise TypeError(f"{name} holds no real numbers ({describe(p)}). Freeze it.")
-            if any(p is leaf for leaf in self.shared.values()):
+            if id(p) in shared:
                 raise ValueError(
                     f"{name} is in upper, and the optimizer moves it, too. Take it out of one of"
                     " them."

@@ -62,8 +62,8 @@ class Unrolled:
         d/dx f(x, φ_K(x)) = ∂_x f + Σ_k ∂_x⟨∂_φ g_k, w_k⟩,    w_k = ∂f/∂(gradient of step k),
 
     to the `.grad` of the upper variables x. The parameters φ_0 and what the optimizer remembers s_0
-    at entry count as constants. K = 1 is DARTS' second-order gradient with the optimizer's own
-    update in the place of SGD.
+    at entry count as constants. K = 1 is the second-order gradient of DARTS for SGD, and for Adam
+    that of SAMA without its approximations.
 
     Args:
         lower: the module that trains.

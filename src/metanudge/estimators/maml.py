@@ -40,9 +40,9 @@ class MAML(Estimator):
             v − α(H v + λv) for gradient descent: `"autograd"` has H v from one double backward,
             exact like the first; `"difference"` from two plain gradients, [∇f̂(φ + εv) − ∇f̂(φ −
             εv)]/2ε, so that nothing is differentiated twice. `"auto"` is unrolled on the stacked
-            engine; in place, for learned rates and for step weights it is autograd, or differences
-            where the model cannot be differentiated twice or a double backward does not fit into
-            memory.
+            engine and for a bilevel problem; in place, for learned rates and for step weights it is
+            autograd, or differences where the loss cannot be differentiated twice or a double
+            backward does not fit into memory.
         epsilon: ‖εv‖ of a difference, as a multiple of 1 + ‖φ‖. `"auto"`, the default with
             differences: from the precision of the gradients (`metanudge.engines.precision`) and,
             where a learner trains, chosen on a few tasks as `FOBMAML(nu="auto")` chooses ν, with an
