@@ -250,7 +250,9 @@ class Problem:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(
                 f"The trainable parameters lie on several devices ({names}). Move the model to one"
-                " device."
+                " device, without device_map or with device_map={'': 0}; where it does not fit,"
+                " shard it over processes, one for each GPU: fully_shard(model) of"
+                " torch.distributed.fsdp, under torchrun."
             )
         (self.device,) = devices
         adapting = names_that_adapt(adapt, trainable, dict(objective.model.named_parameters()))

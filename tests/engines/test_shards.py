@@ -24,6 +24,8 @@ import metanudge as mn
 from problems import transformer
 from ranks import on_ranks
 
+pytestmark = pytest.mark.timeout(600)  # ranks that wait for each other are slow on a busy machine
+
 # Sums of a few hundred terms of order one, in another order (1e-16 each), divided by ν or ε: 2e-14
 # are seen. Times K steps and two nudges there is room for a factor of a hundred.
 CLOSE = 1e-11
