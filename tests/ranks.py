@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+LOADED = ["torch.distributed.tensor.parallel", "torch.distributed.checkpoint"]
 LIMIT = 120  # seconds; a few on an idle machine
 
 
@@ -32,7 +33,7 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     The ranks are forked from a server that has loaded torch once, and nothing else.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "metanudge.learner"])
+    context.set_forkserver_preload(["torch.distributed.fsdp", *LOADED, "metanudge.learner"])
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         ranks = [

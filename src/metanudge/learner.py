@@ -36,6 +36,8 @@ class MetaLearner(Adapting):
 
     Args:
         model: any `nn.Module`, neither patched nor copied; its parameters that require grad are θ.
+            Also one that is sharded by `fully_shard` or tensor-parallel: each rank works on its
+            shards, all of them on the same tasks.
         loss: `loss(output, target)` for batches `(inputs, targets)`, or `loss(model, batch)` for
             anything else (its first parameter must then be named `model`, `module`, `net` or
             `network`, or be annotated as an `nn.Module`). Must return a scalar, or a scalar and a

@@ -104,7 +104,6 @@ class Problem:
     """
 
     learns_theta = True
-    twice_differentiable = True
 
     def __init__(
         self,
@@ -120,8 +119,7 @@ class Problem:
         _refuse_synchronising_wrappers(objective.model)
         _refuse_parameters_of_the_loss(objective.loss)
         self.spread = Spread.of(objective.model)
-        if self.spread is not None:
-            self.twice_differentiable = False  # autograd sees gathered copies, not our parts
+        self.twice_differentiable = self.spread is None  # autograd sees copies, not our parts
         trainable = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError(
@@ -133,7 +131,8 @@ class Problem:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(
                 f"The trainable parameters lie on several devices ({names}). Move the model to one"
-                " device."
+                " device (device_map={'': 0}), or shard it over processes, one for each GPU:"
+                " fully_shard(model) of torch.distributed.fsdp, under torchrun."
             )
         (self.device,) = devices
         adapting = names_that_adapt(adapt, trainable, dict(objective.model.named_parameters()))
@@ -203,10 +202,8 @@ class Problem:
 
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero, in float32 at least."""
-        return {
-            n: torch.zeros_like(local(p), dtype=wide(p.dtype), requires_grad=False)
-            for n, p in self.meta_parameters.items()
-        }
+        meta = self.meta_parameters
+        return {n: torch.zeros_like(local(p), dtype=wide(p.dtype)) for n, p in meta.items()}
 
     def check_tasks(self, batch: TaskBatch) -> None:
         """Raise a `ValueError` where the tasks' device or floating dtype does not fit the model."""

@@ -231,7 +231,8 @@ def check_tensor(tensor: Tensor, where: str) -> None:
         kind = f"{type(plain).__name__}, {plain.layout}, {plain.device}"
         raise TypeError(
             f"{where} is a tensor without plain dense values ({kind}), which a checkpoint cannot"
-            " hold. Convert it first: to_dense(), dequantize(), full_tensor() or materialise it."
+            " hold. Convert it first: to_dense(), dequantize(), full_tensor() or materialise it"
+            " (for sharded models: metanudge.training.checkpoint.sharded)."
         )
     if plain.dtype not in DTYPES:
         raise TypeError(
