@@ -98,9 +98,9 @@ def rows_as_inputs(classes: int = 40, each: int = 30, **options: Any) -> Labelle
 
 def given_tasks() -> Episodes:
     """Tasks of different sizes, divided at random in training."""
-    x = torch.linspace(-1, 1, 400, dtype=torch.float64)[:, None]
+    x = torch.linspace(-1, 1, 1000, dtype=torch.float64)[:, None]
     parts, first = [], 0
-    for size in range(4, 24):
+    for size in range(20, 40):
         rows = np.arange(first, first := first + size)
         parts.append((Part(rows, size // 2),))
     rows = TaskRows(

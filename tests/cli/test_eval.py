@@ -106,7 +106,7 @@ def test_regression(runs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Pa
         == 0
     )
     text = capsys.readouterr().out
-    assert re.search(r"query loss \S+ ± \S+  \(4 val tasks, 2 steps", text)
+    assert re.search(r"query loss \S+ ± \S+, R² \S+, RMSE \S+  \(4 val tasks, 2 steps", text)
     assert "accuracy" not in text
 
 

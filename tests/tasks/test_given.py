@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -199,3 +200,12 @@ def test_tasks_from_python() -> None:
 def test_tasks_that_are_refused(support: object, query: object, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Given([Task(support, query)])
+
+
+def test_parquet_without_its_reader_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    (tmp_path / "s.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match="needs pandas with pyarrow"):
+        Given.from_table(tmp_path / "s.parquet", task_column="school", target="score")

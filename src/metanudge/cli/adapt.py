@@ -131,7 +131,8 @@ def run(argv: list[str]) -> int:
         print(printable(said))
     if options.export is not None:
         adapted.export(options.export, program=options.program, overwrite=options.overwrite)
-        print(_exported(options.export, options.program))
+        outputs = "predictions" if isinstance(adapted, use.Regressor) else "logits"
+        print(_exported(options.export, options.program, outputs))
     return 0
 
 
@@ -187,11 +188,11 @@ def _summary(written: list[Prediction], classifier: Classifier, out: Path) -> st
     return "\n".join(lines)
 
 
-def _exported(folder: Path, program: bool) -> str:
+def _exported(folder: Path, program: bool, outputs: str) -> str:
     text = f"adapted model → {folder}: model.safetensors, model.json"
     if not program:
         return text
     return (
-        f'{text}, program.pt2\n  logits = torch.export.load("{folder}/program.pt2").module()'
+        f'{text}, program.pt2\n  {outputs} = torch.export.load("{folder}/program.pt2").module()'
         "(inputs)   # checked: equal to the model to 1e-5"
     )

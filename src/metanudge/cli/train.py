@@ -22,6 +22,7 @@ Examples:
   metanudge train mnist1d
   metanudge train omniglot --ways 20 --shots 1 --estimator fobmaml:nu=0.1,nudge=gradient
   metanudge train photos/ --model conv4:channels=32 --optimizer adamw:lr=0.003 --schedule cosine
+  metanudge train schools.csv --task-column school --target score --support 0.5
   metanudge train --config runs/a/config.json --seed 1 --out runs/b
   metanudge train --resume runs/a
 

@@ -119,11 +119,13 @@ def _columns(table: Any, layout: Layout, numbers: Sequence[str] | None) -> Colum
         return read_columns(path, layout.text, numbers, delimiter=layout.delimiter)
     try:
         import pandas
+
+        frame = pandas.read_parquet(path)
     except ImportError as error:
         raise ValueError(
             f"{shown(path)} needs pandas with pyarrow to be read. Install them, or save it as .csv."
         ) from error
-    return _from_frame(pandas.read_parquet(path), shown(path), layout.text, numbers)
+    return _from_frame(frame, shown(path), layout.text, numbers)
 
 
 def _from_frame(frame: Any, where: str, text: list[str], numbers: Sequence[str] | None) -> Columns:

@@ -163,11 +163,9 @@ class Trainer:
             self._ahead.close()
 
     def evaluate(self, split: Split, count: int) -> Evaluation:
-        """`learner.evaluate` over `count` tasks in batches of a meta-step's size, one for each rank
-        at a time.
-
-        No task is counted twice where the split has fewer. A signal to any rank raises
-        `Interrupted` on all of them, after the same batch.
+        """`learner.evaluate` over `count` tasks (all, where the split has fewer), in batches of a
+        meta-step's size, one for each rank at a time. A signal to any rank raises `Interrupted` on
+        all of them, after the same batch.
         """
         count = min(count, self.source.num_tasks(split) or count)
         group, stop = self.around.group, self.around.stop

@@ -391,7 +391,7 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
 
 
 def _measured(config: TrainConfig, source: Given) -> str:
-    """Gradient descent with a step that suits the curvature of the first tasks: a fifth of what
+    """Gradient descent with a step that suits the curvature of the first tasks: a tenth of what
     would solve the stiffest direction at once, since meta-training finds steeper places.
     """
     if source.kind == "classification":
@@ -401,7 +401,7 @@ def _measured(config: TrainConfig, source: Given) -> str:
     except (RuntimeError, NotImplementedError, StackingError):  # no second derivatives side by side
         return config.solver
     # two digits, so that rounding elsewhere does not make another run of it
-    return f"gradient_descent:lr={0.2 / (curved + config.lam):.2g},steps=10"
+    return f"gradient_descent:lr={0.1 / (curved + config.lam):.2g},steps=10"
 
 
 def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:

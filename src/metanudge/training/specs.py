@@ -303,6 +303,13 @@ def build_model(text: str, shapes: Shapes) -> nn.Module:
     return model
 
 
+def is_made(text: str) -> bool:
+    """Whether a spec names something that makes a network, not a network that is there already and
+    can be trained once only.
+    """
+    return normal(text) == "auto" or not isinstance(_model_factory(text)[2], nn.Module)
+
+
 def _model_factory(text: str) -> tuple[str, dict[str, str], Any]:
     """Name, raw options and factory of a model."""
     if own := own_code(text):

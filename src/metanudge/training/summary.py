@@ -38,6 +38,7 @@ from metanudge.training.files import (
 from metanudge.training.metrics import describe_learned, inner_rates, read_metrics, stiffness
 from metanudge.training.runs import CURVE, METRICS, SUMMARY
 from metanudge.training.sources import build_learner
+from metanudge.training.specs import is_made
 from metanudge.version import __version__
 
 _INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
@@ -107,13 +108,16 @@ def compared(
     """
     if config.baselines == "none":
         return None
-    learner, kind = build_learner(config, source), source.kind
+    fresh = build_learner(config, source) if is_made(config.model) else None
+    kind = source.kind
 
     def untrained(batch: TaskBatch) -> Tensor:
-        result = learner.evaluate(batch)
+        assert fresh is not None
+        result = fresh.evaluate(batch)
         return result.accuracy if kind == "classification" else result.loss
 
-    return Comparison(kind, own, measure(source, len(own), split, untrained=untrained))
+    adapts = None if fresh is None else untrained
+    return Comparison(kind, own, measure(source, len(own), split, untrained=adapts))
 
 
 @dataclass(frozen=True)

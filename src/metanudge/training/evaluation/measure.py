@@ -16,7 +16,7 @@ from metanudge.evaluation import ci95
 from metanudge.learner import MetaLearner
 from metanudge.params import Params
 from metanudge.task import Task, TaskBatch
-from metanudge.tasks import Episodes
+from metanudge.tasks import Episodes, Given
 from metanudge.tasks.classification import ClassEpisodes
 from metanudge.tasks.episodes import Split, check_count, check_split
 from metanudge.training.evaluation.predict import Predictor
@@ -146,6 +146,8 @@ def episode_classes(
     """The names of the classes that episodes are made of, in the order of their labels; None for a
     source without classes.
     """
+    if isinstance(source, Given) and source.labels:
+        return [source.labels] * len(indices)
     return source.episode_classes(indices, split) if isinstance(source, ClassEpisodes) else None
 
 

@@ -68,8 +68,8 @@ def _regressor(run: Run, support: Path, steps: int | None) -> Regressor:
     shapes = run.shapes
     if not shapes.targets:
         raise UserError(
-            f"{run.folder} was trained on {run.config.data}, a regression whose tasks are made up:"
-            " no table has such rows. Use a run on given tasks or on classified data."
+            f"{run.folder} was trained on {run.config.data}, a regression: it has no classes, and"
+            " its tasks are no tables. Use a run on given tasks or on classified data."
         )
     how = Preprocessing.of(run)
     with explained():
