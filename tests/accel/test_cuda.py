@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -149,14 +150,17 @@ ESTIMATORS = {
 }
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_replay_is_the_meta_step(name):
+@pytest.mark.parametrize(
+    ("name", "learn_lr"), [*((name, None) for name in ESTIMATORS), ("MAML", "step")]
+)
+def test_a_replay_is_the_meta_step(name, learn_lr):
     """Replays equal the same kernels launched one by one (a learner's first call), and layers run
     by torch up to rounding.
     """
-    recorded, plain = learner(ESTIMATORS[name]), learner(ESTIMATORS[name], compile=False)
+    make = partial(learner, ESTIMATORS[name], learn_lr=learn_lr)
+    recorded, plain = make(), make(compile=False)
     for seed in range(4):
-        tasks, fresh = batch(seed=10 * seed), learner(ESTIMATORS[name])
+        tasks, fresh = batch(seed=10 * seed), make()
         fresh.load_state_dict(recorded.state_dict())
         a, b, c = (
             recorded.meta_gradient(tasks),
@@ -167,7 +171,7 @@ def test_a_replay_is_the_meta_step(name):
         assert torch.allclose(flat(a[0]), flat(c[0]), rtol=0, atol=2e-5 * float(flat(c[0]).norm()))
         assert a[1].query_loss == pytest.approx(c[1].query_loss, rel=1e-5)
         with torch.no_grad():  # an optimizer's step: recordings must see it
-            for p, q in zip(recorded.model.parameters(), plain.model.parameters(), strict=True):
+            for p, q in zip(recorded.parameters(), plain.parameters(), strict=True):
                 p.sub_(0.01 * torch.ones_like(p))
                 q.sub_(0.01 * torch.ones_like(q))
     assert any(

@@ -168,3 +168,18 @@ def test_a_function_with_one_derivative(
     for estimator in exact:
         with pytest.raises(RuntimeError, match="once_differentiable"):
             solved(once, estimator)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("solver", [mn.GradientDescent, mn.Nesterov])
+def test_weighted_losses_of_the_steps(name: str, solver: Any):
+    """Their hypergradient is the weighted sum of those of as many steps."""
+    problem, weights = PROBLEMS[name], (0.5, 0.0, -0.3, 1.0)
+    more = {} if solver is mn.GradientDescent else {"momentum": 0.5}
+    found = solve(problem, mn.MAML(step_weights=weights), solver(0.2, 4, **more))
+    each = [
+        solve(problem, mn.MAML(products="unrolled"), solver(0.2, k, **more)).gradient
+        for k in range(1, 5)
+    ]
+    expected = sum(w * gradient for w, gradient in zip(weights, each, strict=True))
+    assert relative_error(found.gradient, expected) < 1e-10

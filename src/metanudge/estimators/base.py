@@ -61,17 +61,6 @@ class Estimator(ABC):
         """
 
 
-def check_learnable(estimator: Estimator, problem: TwoLevels) -> None:
-    """Raise where the estimator cannot learn all that this problem wants learned."""
-    estimator.check_problem(problem)
-    if problem.rates is not None and not estimator.learns_rates:
-        raise ValueError(
-            f"{type(estimator).__name__} has no gradient for the inner learning rates (learn_lr):"
-            " they act through the steps, which only MAML differentiates. Use MAML(), first-order"
-            ' in the model with MAML(products="difference"), or leave learn_lr out.'
-        )
-
-
 def refuse_stiffness(estimator: Estimator, problem: TwoLevels, why: str) -> None:
     """Raise where λ is to be learned."""
     if problem.proximal.learned:

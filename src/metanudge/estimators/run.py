@@ -7,7 +7,7 @@ from functools import partial
 
 from metanudge.engines import Engine
 from metanudge.engines.stacked import MetaStep, Recorder
-from metanudge.estimators.base import Estimator, check_learnable
+from metanudge.estimators.base import Estimator
 from metanudge.estimators.total import MetaGradient, Stats
 from metanudge.params import Params
 from metanudge.problem import Problem
@@ -80,6 +80,17 @@ def check(
             "(FOBMAML, FOMAML, Reptile)."
         )
     problem.check_tasks(tasks)
+
+
+def check_learnable(estimator: Estimator, problem: Problem) -> None:
+    """Raise where the estimator cannot learn all that this problem wants learned."""
+    estimator.check_problem(problem)
+    if problem.rates is not None and not estimator.learns_rates:
+        raise ValueError(
+            f"{type(estimator).__name__} has no gradient for the inner learning rates (learn_lr):"
+            " they act through the steps, which only MAML differentiates. Use MAML(), first-order"
+            ' in the model with MAML(products="difference"), or leave learn_lr out.'
+        )
 
 
 def meta_gradient(

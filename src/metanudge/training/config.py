@@ -24,17 +24,9 @@ from metanudge.version import __version__
 
 # What a resumed run may change: how far and where it goes, not what it computes.
 MAY_CHANGE = (
-    "iterations",
-    "test_tasks",
-    "baselines",
-    "checkpoint_every",
-    "device",
-    "engine",
-    "chunk",
-    "compile",
-    "tensorboard",
-    "wandb",
-)
+    "iterations", "test_tasks", "baselines", "checkpoint_every",
+    "device", "engine", "chunk", "compile", "tensorboard", "wandb",
+)  # fmt: skip
 
 Schedule = Literal["constant", "cosine"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -383,6 +375,18 @@ def _kinds() -> dict[str, Any]:
 def flag(name: str) -> str:
     """A field as the command line spells it."""
     return "--" + name.replace("_", "-")
+
+
+def own_code(model: str) -> tuple[str, str, str] | None:
+    """Module, attribute and options of a model written module:attribute:options; None for one of
+    ours.
+
+    Example:
+        >>> own_code("my_nets:Net:width=64"), own_code("conv4:channels=32")
+        (('my_nets', 'Net', 'width=64'), None)
+    """
+    module, attribute, options = [*model.split(":", 2), "", ""][:3]
+    return (module, attribute, options) if attribute and "=" not in attribute else None
 
 
 def _check_text(what: str, value: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from metanudge.engines import StackingError
 from metanudge.engines.randomness import mix
-from metanudge.estimators.base import check_learnable
+from metanudge.estimators.run import check_learnable
 from metanudge.learner import MetaLearner
 from metanudge.problem import UnmatchedPattern
 from metanudge.rates import InnerRates, RatePer

@@ -26,9 +26,9 @@ from metanudge.estimators import ESTIMATORS, Estimator
 from metanudge.learner import MetaLearner
 from metanudge.names import near
 from metanudge.solvers import SOLVERS, Solver, TorchOptimizer
+from metanudge.training.config import own_code
 from metanudge.training.errors import UserError
 from metanudge.training.spec_language import Spec, known, normal, split, split_options, typed
-from metanudge.training.trust import own_code
 
 TaskKind = Literal["classification", "regression"]
 _OF_THE_SOLVER = ("optimizer", "steps", "tol", "batch_size")  # the others are the optimizer's

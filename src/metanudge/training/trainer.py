@@ -21,7 +21,7 @@ import torch
 
 from metanudge.estimators import NonFiniteError
 from metanudge.training.checkpoint import CheckpointStore
-from metanudge.training.config import TrainConfig
+from metanudge.training.config import TrainConfig, own_code
 from metanudge.training.continuing import Plan
 from metanudge.training.device import environment
 from metanudge.training.distributed import Group
@@ -52,7 +52,6 @@ from metanudge.training.progress import (
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
 from metanudge.training.sources import DataShapes, precision
 from metanudge.training.summary import Outcome, compared, facts, result_table, tested, write_summary
-from metanudge.training.trust import own_code
 from metanudge.version import __version__
 
 

@@ -6,20 +6,8 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
-from metanudge.training.config import TrainConfig
+from metanudge.training.config import TrainConfig, own_code
 from metanudge.training.errors import UserError
-
-
-def own_code(model: str) -> tuple[str, str, str] | None:
-    """Module, attribute and options of a model written module:attribute:options; None for one of
-    ours.
-
-    Example:
-        >>> own_code("my_nets:Net:width=64"), own_code("conv4:channels=32")
-        (('my_nets', 'Net', 'width=64'), None)
-    """
-    module, attribute, options = [*model.split(":", 2), "", ""][:3]
-    return (module, attribute, options) if attribute and "=" not in attribute else None
 
 
 def check_trust(config: TrainConfig, file: Path, *, but: Collection[str] = ()) -> None:
