@@ -18,7 +18,7 @@ SEED ?= 1
 BRITTLE := tests/bilevel/test_hypergradient.py tests/accel/test_chain.py tests/test_tuning.py \
 	-k 'test_every_solver or test_equals_the_general_path or test_every_kind or test_an_ulp'
 
-.PHONY: run test test-numerics test-brittle check format bench docs clean
+.PHONY: run test test-numerics test-brittle check check-hf format bench docs clean
 
 run: $(READY)  ## the main job: meta-train a few-shot learner on MNIST-1D and test it
 	$(BIN)/metanudge train mnist1d
@@ -38,6 +38,9 @@ check: $(TOOLS)  ## format, lint, types, tests and the examples in the docs, and
 	$(BIN)/mypy
 	$(MAKE) test-numerics
 	$(MAKE) test
+
+check-hf: $(TOOLS)  ## every model of Hugging Face × whole or LoRA × estimator, with cosines in few bits; `make test` takes a dozen of them
+	METANUDGE_HF=all $(PYTEST) tests/hf -rP
 
 format: $(TOOLS)  ## rewrite the sources in the house format
 	$(BIN)/ruff format .

@@ -130,6 +130,7 @@ def test_within_adapted_the_model_itself_is_adapted_and_then_as_it_was():
                 assert set(state) == {n for n, p in found.items() if p.requires_grad}
                 assert all(torch.equal(found[name], value) for name, value in state.items())
                 F.cross_entropy(inside(task.query[0]), task.query[1]).backward()
+                inside.eval()
                 with pytest.raises(RuntimeError, match="Leave the block first"):
                     learner.backward(setup.tasks)
                 if fails:
@@ -139,6 +140,7 @@ def test_within_adapted_the_model_itself_is_adapted_and_then_as_it_was():
         after = model.state_dict()
         assert all(torch.equal(after[name], value) for name, value in before.items())
         assert all(p.grad is gradients[n] for n, p in model.named_parameters())
+        assert all(module.training for module in model.modules())
     learner.backward(setup.tasks)
 
 

@@ -122,11 +122,17 @@ def adapted_copy(
 @contextmanager
 def adapted_in_place(problem: Problem, moved: Params) -> Iterator[nn.Module]:
     """A problem's own model, displaced; on the way out all is put back that was changed within:
-    what adapts, buffers, `.grad`.
+    what adapts, buffers, `.grad`, training or evaluation mode.
     """
     with claimed(problem):
-        guard = Guard(problem)
-        with restored(guard.restore):
+        guard, modes = Guard(problem), [(module, module.training) for module in problem.modules]
+
+        def restore() -> None:
+            guard.restore()
+            for module, training in modes:
+                module.training = training
+
+        with restored(restore):
             _move(problem, moved)
             guard.wrote()
             del moved
