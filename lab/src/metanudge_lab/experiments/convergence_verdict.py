@@ -115,7 +115,7 @@ def _ends_below(result: Result[Any], growing: Sequence[str]) -> Statement:
     )
     words = f"with one task a step SNGDM {{}} GD ({numbers})"
     return Statement(
-        all(below(*pair) for pair in ends.values()),
+        all(below(own, plain) for own, plain in ends.values()),
         words.format("ends below"),
         words.format("does not clearly end below"),
         "sampled",

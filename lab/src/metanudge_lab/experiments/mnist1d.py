@@ -200,7 +200,7 @@ def _draw_grid(result: Result[Config], axes: Any) -> None:
 def table(result: Result[Config]) -> Table:
     """Accuracy early and at the end, and the rates that tuning found."""
     shown = sorted({last_before(result, EARLY), max(result.config.at)})
-    rows: list[tuple[str | Shown | None, ...]] = []
+    rows: list[tuple[str | int | Shown | None, ...]] = []
     budget, paid = at_equal_cost(result)
     for method in METHODS:
         means = curve(result, method)
