@@ -39,7 +39,7 @@ ROBUST = 0.02  # "robust": at most so much below the best λ, in accuracy or exp
 
 @dataclass(frozen=True)
 class Config(Settings):
-    """Sizes of the measurement; three minutes on a CPU. `wave_iterations` are those on sinusoids."""
+    """Sizes of the measurement; minutes on a CPU. `wave_iterations` are those on sinusoids."""
 
     lams: tuple[float, ...] = (0.1, 0.5, 2.0, 8.0, 32.0)
     rates: tuple[float, ...] = (0.02, 0.1, 0.5)

@@ -174,7 +174,23 @@ def draw(result: Result[Config]) -> list[Drawing]:
     if left.get_legend_handles_labels()[0]:
         style.legend(left, beside=False, loc="lower right")
     _draw_grid(result, right)
-    return [Drawing(figure, alt=_alt(result))]
+    return [Drawing(figure, alt=_alt(result)), _draw_spent(result)]
+
+
+def _draw_spent(result: Result[Config]) -> Drawing:
+    """The same curves against gradients spent."""
+    figure, axes = style.figure(1, width=8.2, height=4.2)
+    for method in METHODS:
+        means, each = curve(result, method), passes(METHODS[method], m.STEPS)
+        if means:
+            look = {**style.line(method), "markevery": 0.08, "markersize": 4.5}
+            style.band(axes, {k * each: one.spread for k, one in means.items()}, alpha=0.15, **look)
+    axes.set(xlabel="gradients spent a task", ylabel="accuracy on test tasks", ylim=(0.3, 1.0))
+    style.legend(axes)
+    budget, found = at_equal_cost(result)
+    told = ", ".join(f"{method} {one.mean:.3f}" for method, (_, one) in found.items())
+    alt = f"Accuracy on MNIST-1D against gradients spent a task; with {budget}: {told}."
+    return Drawing(figure, alt=alt, suffix="gradients")
 
 
 def _draw_grid(result: Result[Config], axes: Any) -> None:
