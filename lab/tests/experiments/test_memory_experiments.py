@@ -94,10 +94,7 @@ def judged(peaks: dict[str, float]) -> str:
 
 def test_the_verdict_follows_the_rows() -> None:
     assert judged({}).startswith("reproduced")
-    assert (
-        "partly: 2 of 4 comparisons hold, but at 4 channels FO-B-MAML is +20% from FO-MAML, 4.0"
-        " copies" in judged({m.LOSS: 120})
-    )
+    assert "But at 4 channels FO-B-MAML is +20% from FO-MAML, 4.0 copies" in judged({m.LOSS: 120})
     assert judged({m.REPTILE: 90}).startswith("partly")
     assert judged({m.MAML: 101}).startswith("partly")
     assert judged({m.LOSS: 1000}).startswith("not")

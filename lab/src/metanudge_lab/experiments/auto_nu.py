@@ -25,6 +25,7 @@ from metanudge_lab.experiments.base import (
     Row,
     Settings,
     Shown,
+    Statement,
     Table,
     Verdict,
 )
@@ -310,9 +311,14 @@ def judge(result: Result[Config]) -> Verdict:
             f" {max(case.ratio for case in other):.2g} times."
         )
     good = holds(found)
-    some, joined = ("every seed at most", "and none") if good else ("some seed more than", "or one")
-    reason = f"For {some} one case is above {LIMIT:g} times the best, {joined} above {WORST:g}."
-    return Verdict("reproduced" if good else "not", measured, f"{reason} {_hardest(found)}")
+    words = f"one case is above {LIMIT:g} times the best, {{}} above {WORST:g}"
+    part = Statement(
+        good,
+        f"for every seed at most {words.format('and none')}",
+        f"for some seed more than {words.format('or one')}",
+        "automatic",
+    )
+    return Verdict.of([part], measured, _hardest(found))
 
 
 def _hardest(found: list[Case]) -> str:

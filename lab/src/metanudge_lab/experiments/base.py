@@ -32,7 +32,7 @@ To add an experiment `some-name` (its place in the paper's order is already in
         return Table(("method", "error at 20 steps"), [("MAML", 0.01), ...])
 
     def judge(result: Result[Config]) -> Verdict:   # from the rows; numbers are never typed
-        return Verdict("partly", measured=f"the error fell to {error:.1e}", reason="…")
+        return Verdict.of([Statement(error < other, "it is lower", "it is not")], "…")
 
     EXPERIMENT = Experiment(
         name="some-name", title="…", where="Figure 1, above", claim="…",
@@ -54,7 +54,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 from metanudge.training.files import without_nan
 from metanudge_lab.experiments.spread import Mean, Spread, sentence, short
@@ -69,7 +69,6 @@ Row = dict[str, Any]  # JSON scalars and lists of them
 Mode = Literal["quick", "full"]
 MODES: tuple[Mode, ...] = ("full", "quick")
 Status = Literal["reproduced", "partly", "not"]
-Statement = tuple[bool, str, str]  # whether it holds, and the words for that and for the contrary
 STATUSES: tuple[Status, ...] = ("reproduced", "partly", "not")
 
 
@@ -91,6 +90,21 @@ C = TypeVar("C")
 X = TypeVar("X")
 
 
+class Statement(NamedTuple):
+    """One part of a claim, judged by itself.
+
+    Attributes:
+        holds: whether it does; None where it was not tested.
+        yes, no: words for that and for the contrary; of what was not tested, `yes` says what.
+        name: by which the list of the paper's claims finds it; several may share one.
+    """
+
+    holds: bool | None
+    yes: str
+    no: str = ""
+    name: str = ""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Whether the paper's claim held.
@@ -99,41 +113,46 @@ class Verdict:
         status: "reproduced", "partly" or "not".
         measured: one sentence with the numbers we found.
         reason: why the status is what it is; where the claim failed, if it did.
+        parts: the statements it is made of, where the claim has several.
     """
 
     status: Status
     measured: str
     reason: str
+    parts: tuple[Statement, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.status in STATUSES, self.status
 
     @classmethod
-    def of(cls, statements: Sequence[Statement], measured: str) -> Verdict:
-        """From statements: whether each holds, and the words for it where it does and where it does
-        not.
+    def of(cls, statements: Sequence[Statement], measured: str, more: str = "") -> Verdict:
+        """From statements; `more` explains. With a part that was not tested, nothing is more than
+        partly reproduced.
 
         Example:
-            >>> Verdict.of([(True, "a falls", "a rises"), (False, "b falls", "b rises")], "").reason
+            >>> parts = [Statement(True, "a falls"), Statement(False, "b falls", "b rises")]
+            >>> Verdict.of(parts, "").reason
             'A falls. But b rises.'
+            >>> found = Verdict.of([*parts[:1], Statement(None, "what c does")], "")
+            >>> found.status, found.reason
+            ('partly', 'A falls. Not tested: what c does.')
         """
-        right = [words for holds, words, _ in statements if holds]
-        wrong = [words for holds, _, words in statements if not holds]
-        if right and wrong:
-            return cls(
-                "partly", measured, f"{sentence(*right)} {sentence('but ' + wrong[0], *wrong[1:])}"
-            )
-        return cls("not" if wrong else "reproduced", measured, sentence(*(wrong or right)))
+        right = [one.yes for one in statements if one.holds]
+        wrong = [one.no for one in statements if one.holds is False]
+        texts = [sentence(*right)] if right else []
+        if wrong:
+            texts.append(sentence(*(["but " + wrong[0], *wrong[1:]] if right else wrong)))
+        texts.append(more)
+        untested = [one.yes for one in statements if one.holds is None]
+        if untested:
+            texts.append(f"Not tested: {'; '.join(untested)}.")
+        return cls(state_of(statements), measured, " ".join(filter(None, texts)), tuple(statements))
 
 
-def status_of(wrong: int, parts: int) -> Status:
-    """The status of a claim of several parts by how many of them do not hold.
-
-    Example:
-        >>> status_of(0, 3), status_of(1, 3), status_of(3, 3)
-        ('reproduced', 'partly', 'not')
-    """
-    return "reproduced" if not wrong else "partly" if wrong < parts else "not"
+def state_of(statements: Iterable[Statement]) -> Status:
+    """Of some parts of a claim together; at least one of them was tested."""
+    found = {one.holds for one in statements}
+    return "reproduced" if found == {True} else "partly" if True in found else "not"
 
 
 @dataclass(frozen=True)
@@ -253,6 +272,8 @@ class Result(Generic[C]):
             key=len,
             default=self._rows,
         )
+        if len(where) == 1:
+            return list(few)
         return [row for row in few if all(row.get(key) == value for key, value in where.items())]
 
     @functools.cached_property
@@ -314,6 +335,11 @@ class Experiment(Generic[C]):
         table: numbers.
         judge: verdict on the claim.
         notes: what we do differently from the paper, or had to choose because it does not say.
+        compare: those statements of the verdict that set methods against one another. They hold for
+            the labels' sake: with the values of `labels` dealt anew within each `unit`, they must
+            not (a test does that).
+        labels: the key of cells that names methods.
+        unit: the keys of cells whose values make up what was measured independently.
         remember: told before cells are measured what there is of the others, so that nothing is
             found out twice.
     """
@@ -329,6 +355,9 @@ class Experiment(Generic[C]):
     table: Callable[[Result[C]], Table]
     judge: Callable[[Result[C]], Verdict]
     notes: str = ""
+    compare: Callable[[Result[C]], Sequence[Statement]] = lambda result: ()
+    labels: str = "method"
+    unit: tuple[str, ...] = ("seed",)
     remember: Callable[[Result[C]], None] = lambda result: None
 
     def configuration(self, mode: Mode) -> C:

@@ -28,14 +28,13 @@ from metanudge_lab.experiments.base import (
     Row,
     Settings,
     Shown,
+    Statement,
     Table,
     Verdict,
-    status_of,
 )
 from metanudge_lab.experiments.bias_rates_figures import draw
 from metanudge_lab.experiments.power_laws import NOTHING, ORDERS, TANGENT, TOLERANCE, fraction, laws
 from metanudge_lab.experiments.problems import displacements, stable_rate
-from metanudge_lab.experiments.spread import sentence
 
 LOGISTIC, PERCEPTRON = "logistic regression", "tanh perceptron"
 PROBLEMS = {
@@ -164,30 +163,27 @@ def table(result: Result[Config]) -> Table:
 
 
 def judge(result: Result[Config]) -> Verdict:
-    """Every exponent within the tolerance of the theory's."""
-    paper: list[tuple[bool, str]] = []
-    ours: list[tuple[bool, str]] = []
+    """Every exponent within the tolerance of the theory's; those of the paper's own estimators
+    first.
+    """
+    statements = []
     for varied, symbol in (("nu", "ν"), ("delta", "δ")):
         for (problem, nudge, stencil), found in laws(result, varied).items():
             theory = fraction(found.theory)
             words = (
                 f"{stencil} differences, {nudge} nudge, go as {symbol}^{found.slope:.2f} on the"
-                f" {problem}, not {symbol}^{theory}"
+                f" {problem}"
             )
-            if not found.inside:
-                words += " (the best ν lies at the edge of the scan)"
+            edge = "" if found.inside else " (the best ν lies at the edge of the scan)"
             claimed = nudge == "loss" and stencil in ("forward", "symmetric")
-            (paper if claimed else ours).append((found.holds, words))
-    wrong = [words for holds, words in paper if not holds]
-    others = [words for holds, words in ours if not holds]
-    measured = _measured(result, len(paper) + len(ours))
-    if not wrong and not others:
-        return Verdict(
-            "reproduced",
-            measured,
-            f"All {len(paper) + len(ours)} exponents are within {TOLERANCE:g} of the theory's.",
-        )
-    return Verdict(status_of(len(wrong), len(paper)), measured, sentence(*wrong, *others))
+            name = f"{varied} {stencil}" if claimed else "ours"
+            contrary = f"{words}, not {symbol}^{theory}{edge}"
+            statements.append(Statement(found.holds, words, contrary, name))
+    measured = _measured(result, len(statements))
+    if all(one.holds for one in statements):
+        reason = f"All {len(statements)} exponents are within {TOLERANCE:g} of the theory's."
+        return Verdict("reproduced", measured, reason, tuple(statements))
+    return Verdict.of(sorted(statements, key=lambda one: one.name == "ours"), measured)
 
 
 def _measured(result: Result[Config], count: int) -> str:

@@ -31,7 +31,7 @@ from metanudge_lab.experiments.base import (
     Table,
 )
 from metanudge_lab.experiments.complexity_figures import costs
-from metanudge_lab.experiments.complexity_verdict import judge
+from metanudge_lab.experiments.complexity_verdict import compare, judge
 from metanudge_lab.experiments.spending import (
     FIVE_POINT,
     FO_MAML,
@@ -322,6 +322,8 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
+    compare=compare,
+    unit=("seed",),
     notes=(
         "The quadratic problem with one task, float64, and κ of the inner problem set by the"
         " spectrum and λ. The inner factor of the table alone; its ε⁻² outer steps are those of the"

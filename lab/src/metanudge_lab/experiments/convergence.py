@@ -35,7 +35,7 @@ from metanudge_lab.experiments.convergence_rows import (
     STEEPNESS,
     count_of,
 )
-from metanudge_lab.experiments.convergence_verdict import judge
+from metanudge_lab.experiments.convergence_verdict import compare, judge
 from metanudge_lab.experiments.meta_objectives import MetaObjective, Regression, Rippled
 from metanudge_lab.experiments.meta_optimizers import (
     CLIPPED,
@@ -266,6 +266,8 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
+    compare=compare,
+    labels="what",
     notes=(
         "The paper has no experiment for this. Ours: tasks of linear regression whose inner problem"
         " is quadratic and whose outer loss grows exponentially, like r⁴, or (a control, the only"

@@ -4,7 +4,6 @@ inner steps.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +22,19 @@ from metanudge_lab.experiments.base import (
     Settings,
     Shown,
     Table,
-    Verdict,
 )
 from metanudge_lab.experiments.error_parts import PARTS, ErrorParts
-from metanudge_lab.experiments.spread import Spread, sentence, short
-
-PAPER_STEPS = 20  # inner steps of the lower half of the figure
-WARM = "FO-B-MAML from the solution"
-SPLIT = (q.SYMMETRIC, WARM, q.GRADIENT, q.IMAML_5)  # whose errors are drawn in parts
-ROUNDING = 1e-12
-RIVALS = {q.IMAML_2: "2", q.IMAML_5: "5"}
+from metanudge_lab.experiments.gradient_quality_rows import (
+    PAPER_STEPS,
+    SPLIT,
+    WARM,
+    curve,
+    median,
+    split,
+    split_at,
+)
+from metanudge_lab.experiments.gradient_quality_verdict import compare, judge
+from metanudge_lab.experiments.spread import Spread, short
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _draw_errors(result: Result[Config]) -> Drawing:
     for one, lam in zip(axes[0], lams, strict=True):
         for method in result.distinct("method"):
             look = {**style.line(method), "zorder": 3 if method == q.SYMMETRIC else 2}
-            style.band(one, _curve(result, method, lam), **look)
+            style.band(one, curve(result, method, lam), **look)
         one.set(xscale="log", yscale="log", xlabel="inner steps K", title=f"λ = {lam:g}")
         one.set_ylim(bottom=1e-9)
         style.plain_ticks(one.xaxis)
@@ -138,19 +140,19 @@ def _draw_parts(result: Result[Config]) -> Drawing:
             for part, (colour, marker) in parts.items()
         }
         for key, look in looks.items():
-            curve = _curve(result, method, lam, key)
-            one.plot(list(curve), [spread.median for spread in curve.values()], **look)
+            found = curve(result, method, lam, key)
+            one.plot(list(found), [spread.median for spread in found.values()], **look)
         one.set(xscale="log", yscale="log", xlabel="inner steps K")
         one.set_title(method, fontsize=10)
         one.set_ylim(1e-6, 3)
         style.plain_ticks(one.xaxis)
     axes[0][0].set_ylabel(f"parts of the error, λ = {lam:g}")
     style.legend(axes[0][-1])
-    told = "; ".join(f"{method} {_split(result, method, lam)}" for method in shown)
+    told = "; ".join(f"{method} {split(result, method, lam)}" for method in shown)
     return Drawing(
         figure,
         alt=(
-            f"Parts of the errors at λ = {lam:g} against inner steps. At K = {_split_at(result)}:"
+            f"Parts of the errors at λ = {lam:g} against inner steps. At K = {split_at(result)}:"
             f" {told}."
         ),
         suffix="parts",
@@ -167,194 +169,17 @@ def table(result: Result[Config]) -> Table:
             found = [result.values("error", method=method, lam=lam, steps=steps) for steps in shown]
             if all(found):
                 errors = [Shown.short(Spread.of(values).median) for values in found]
-                cosine = _median(result, "cosine", method, lam, last)
+                cosine = median(result, "cosine", method, lam, last)
                 rows.append((method, lam, *errors, Shown.number(cosine, ".4f")))
     return Table(
         ("method", "λ", *(f"error, K = {steps}" for steps in shown), f"cosine, K = {last}"), rows
     )
 
 
-def judge(result: Result[Config]) -> Verdict:
-    """The claim's parts: our error goes on falling; FO-MAML's and Reptile's do not; ours is below
-    iMAML's with 2 and 5 CG steps.
-    """
-    wrong: list[str] = []
-    late: list[str] = []
-    for lam in result.config.lams:
-        errors = _medians(result, lam)
-        if not _falls(errors[q.SYMMETRIC]):
-            wrong.append(
-                f"at λ = {lam:g} the error of symmetric FO-B-MAML does not fall with every increase"
-                " of K"
-            )
-        wrong += [
-            f"at λ = {lam:g} the error of {m} still falls at the end"
-            for m in (q.FO_MAML, q.REPTILE)
-            if _still_falls(errors[m])
-        ]
-        for rival, cg in RIVALS.items():
-            behind = [
-                k
-                for k in _behind(result.config.steps, errors[q.SYMMETRIC], errors[rival])
-                if k >= PAPER_STEPS
-            ]
-            if behind:
-                late.append(
-                    f"with {cg} CG steps at {_at(behind, result.config.steps)} (λ = {lam:g})"
-                )
-    if wrong:
-        return Verdict(
-            "not", _measured(result), sentence(*wrong) + (f" {_why(result, late)}" if late else "")
-        )
-    if late:
-        reason = (
-            "The error keeps falling, and FO-MAML's and Reptile's do not; but of all K ≥"
-            f" {PAPER_STEPS} {_why(result, late)}"
-        )
-        return Verdict("partly", _measured(result), reason)
-    return Verdict(
-        "reproduced",
-        _measured(result),
-        f"All parts hold at every λ; the comparison with iMAML for every K ≥ {PAPER_STEPS}.",
-    )
-
-
-def _why(result: Result[Config], late: list[str]) -> str:
-    """Where the symmetric stencil is behind iMAML, and which part of its error makes it so."""
-    lam, at = result.config.lams[0], _split_at(result)
-    ours, theirs, warm, nudged = (
-        _part(_median(result, "part_inner", method, lam, at))
-        for method in (q.SYMMETRIC, q.IMAML_5, WARM, q.GRADIENT)
-    )
-    return (
-        f"it is behind iMAML {' and '.join(late)}. Why, measured at λ = {lam:g} and K = {at}"
-        " (second figure): the loss nudge adds up query gradients on the whole way from θ, iMAML"
-        f" takes one, at its end, so that unfinished inner solves make an error of {ours} in the"
-        f" one and {theirs} in the other. Nudged solves that start at the solution bring this part"
-        f" to {warm}: {_standing(result, WARM, lam)}. The gradient nudge, which takes one query"
-        f" gradient too, has {nudged}, in part cancelled by that of the linear system:"
-        f" {_standing(result, q.GRADIENT, lam)}."
-    )
-
-
-def _measured(result: Result[Config]) -> str:
-    steps, told = result.config.steps, []
-    for lam in result.config.lams:
-        errors = _medians(result, lam)
-        two, five = (_where_behind(result, q.SYMMETRIC, rival, lam) for rival in RIVALS)
-        nudged = _where_behind(result, q.GRADIENT, q.IMAML_5, lam)
-        told.append(
-            f"At λ = {lam:g} the error of symmetric FO-B-MAML falls from"
-            f" {short(errors[q.SYMMETRIC][0])} at K = {steps[0]} to"
-            f" {short(errors[q.SYMMETRIC][-1])} at K = {steps[-1]} (FO-MAML:"
-            f" {short(errors[q.FO_MAML][-1])}); it is above that of iMAML with 2 CG steps at {two}"
-            f" and with 5 at {five}, with the gradient nudge at {nudged}."
-        )
-    return " ".join(told)
-
-
-def _where_behind(result: Result[Config], ours: str, rival: str, lam: float) -> str:
-    errors, steps = _medians(result, lam), result.config.steps
-    return _at(_behind(steps, errors[ours], errors[rival]), steps, none="no K")
-
-
-def _standing(result: Result[Config], ours: str, lam: float) -> str:
-    behind = _where_behind(result, ours, q.IMAML_5, lam)
-    return (
-        f"{'ahead of' if behind == 'no K' else 'behind'} iMAML with 5 CG steps at"
-        f" {'every K' if behind == 'no K' else behind}"
-    )
-
-
-def _median(result: Result[Config], key: str, method: str, lam: float, steps: int) -> float:
-    return result.spread(key, method=method, lam=lam, steps=steps).median
-
-
-def _split_at(result: Result[Config]) -> int:
-    """The K at which parts of errors are told: that of the paper where it was measured, else the
-    last.
-    """
-    return PAPER_STEPS if PAPER_STEPS in result.config.steps else result.config.steps[-1]
-
-
-def _split(result: Result[Config], method: str, lam: float) -> str:
-    """An error and its parts in words."""
-    keys = ("error", "part_inner", "part_linear", "part_nu")
-    total, inner, linear, nu = (
-        _part(_median(result, key, method, lam, _split_at(result))) for key in keys
-    )
-    system = "CG" if method.startswith("iMAML") else "the linear system"
-    return f"{total} (unfinished inner solves {inner}, {system} {linear}" + (
-        ")" if method.startswith("iMAML") else f", ν {nu})"
-    )
-
-
-def _part(size: float) -> str:
-    return short(size) if size > ROUNDING else "0"
-
-
-def _at(chosen: list[int], steps: tuple[int, ...], *, none: str = "") -> str:
-    """Some of the K that were tried, in words.
-
-    Example:
-        >>> (_at([5, 10, 20], (1, 5, 10, 20, 50)), _at([1, 20], (1, 5, 10, 20, 50)),
-        ...     _at([], (1,), none="no K"))
-        ('K = 5 to 20', 'K = 1, 20', 'no K')
-    """
-    if not chosen:
-        return none
-    whole = [k for k in steps if chosen[0] <= k <= chosen[-1]]
-    return (
-        f"K = {chosen[0]} to {chosen[-1]}"
-        if whole == chosen and len(chosen) > 1
-        else f"K = {', '.join(map(str, chosen))}"
-    )
-
-
-def _behind(steps: tuple[int, ...], ours: list[float], theirs: list[float]) -> list[int]:
-    """The K at which our error is not the smaller one; rounding is nobody's error.
-
-    Example:
-        >>> _behind((1, 2, 5), [0.1, 0.4, 1e-13], [0.2, 0.3, 1e-14])
-        [2]
-    """
-    return [
-        k
-        for k, own, other in zip(steps, ours, theirs, strict=True)
-        if not own < other and not own < ROUNDING
-    ]
-
-
-def _medians(result: Result[Config], lam: float) -> dict[str, list[float]]:
-    return {
-        method: [spread.median for spread in _curve(result, method, lam).values()]
-        for method in result.distinct("method")
-    }
-
-
-def _curve(
-    result: Result[Config], method: str, lam: float, key: str = "error"
-) -> dict[int, Spread]:
-    """The spread over the seeds for every number of steps."""
-    return result.spreads(key, "steps", result.config.steps, method=method, lam=lam)
-
-
-def _falls(errors: list[float]) -> bool:
-    """Whether every increase of K helps, until only what the stencil itself leaves, O(ν²), may be
-    left.
-    """
-    return all(after < before or after < 1e-3 for before, after in itertools.pairwise(errors))
-
-
-def _still_falls(errors: list[float]) -> bool:
-    """Whether the last increase of K brought the error to less than three quarters."""
-    return len(errors) > 1 and errors[-1] < 0.75 * errors[-2]
-
-
 def _alt(result: Result[Config]) -> str:
     last, lam = result.config.steps[-1], result.config.lams[0]
     ends = ", ".join(
-        f"{method} {short(_median(result, 'error', method, lam, last))}"
+        f"{method} {short(median(result, 'error', method, lam, last))}"
         for method in result.distinct("method")
         if result.rows(method=method, lam=lam, steps=last)
     )
@@ -380,6 +205,8 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
+    compare=compare,
+    unit=("lam", "seed"),
     notes=(
         "The paper gives neither dimension, spectrum, λ nor ν for this figure. We take the"
         " spectrum from what its appendix says of the condition number against λ; its λ = 2 is"

@@ -23,12 +23,13 @@ from metanudge_lab.experiments.base import (
     Row,
     Settings,
     Shown,
+    Statement,
     Table,
     Verdict,
     numbers,
 )
 from metanudge_lab.experiments.problems import landscape
-from metanudge_lab.experiments.spread import Spread, sentence
+from metanudge_lab.experiments.spread import Spread
 
 SAME, NOISY, NETWORK = "quadratic", "quadratic, noisy support", "tanh perceptron"
 TITLES = {
@@ -37,13 +38,8 @@ TITLES = {
     NETWORK: "tanh perceptron,\n8 hidden units",
 }
 SCALE = 2 / q.LAM  # the paper's λ in units of ours: its eigenvalues reach about 50, ours 1
-PAPER_CONDITION, PAPER_DISTANCE = (25.0, 5.0), (3.25, 1.75)
-NEAR, REACHED = (
-    0.25,
-    0.02,
-    # condition numbers within a quarter of the paper's; learned λ within 2 % of the outer loss's
-    # range
-)
+PAPER_DISTANCE = (3.25, 1.75)
+REACHED = 0.02  # learned λ within 2 % of the outer loss's range
 COLUMNS = {
     "distance": "distance",
     "condition": "condition number",
@@ -276,49 +272,53 @@ def table(result: Result[Config]) -> Table:
 
 
 def judge(result: Result[Config]) -> Verdict:
-    """Distance and condition number fall with λ everywhere, as far as the paper says on the
-    quadratic; the learned λ is the best one.
+    """Distances fall as far as the paper says; steps and the perceptron's condition number with
+    them; the learned λ is the best one.
+
+    That distance and condition number of a quadratic fall with λ follows from their formulas, and
+    its condition numbers were chosen to be the paper's: neither is a test.
     """
-    wrong: list[str] = []
-    for name, (key, words) in itertools.product(
-        result.config.problems, (("distance", "distance"), ("condition", "condition number"))
-    ):
-        spreads = _curve(result, name, key).values()
-        if not all(after.median < before.median for before, after in itertools.pairwise(spreads)):
-            wrong.append(f"the {words} does not fall with every increase of λ ({name})")
-    conditions, distances = (_ends(result, SAME, key) for key in ("condition", "distance"))
-    if not all(
-        abs(ours / theirs - 1) < NEAR
-        for ours, theirs in zip(conditions, PAPER_CONDITION, strict=True)
-    ):
-        wrong.append(f"the condition number goes from {conditions[0]:.3g} to {conditions[1]:.3g}")
-    if not distances[0] / distances[1] > PAPER_DISTANCE[0] / PAPER_DISTANCE[1]:
-        wrong.append(f"the distance falls by a factor of {distances[0] / distances[1]:.2g} only")
-    late = [text for name in result.config.problems if (text := _falls_short(result, name))]
-    measured = _measured(result)
-    if not wrong and not late:
-        return Verdict(
-            "reproduced",
-            measured,
-            "Both fall with every increase of λ on every problem; no λ of the grid has a clearly"
-            " lower outer loss than the learned one.",
+    distances = _ends(result, SAME, "distance")
+    factor, theirs = distances[0] / distances[1], PAPER_DISTANCE[0] / PAPER_DISTANCE[1]
+    words = f"the distance falls by a factor of {factor:.2g}, the paper's by {theirs:.2g}"
+    statements = [Statement(factor > theirs, words, f"{words} or more", "distance")]
+    if NETWORK in result.config.problems:
+        found = list(_curve(result, NETWORK, "condition").values())
+        falls = all(b.median < a.median for a, b in itertools.pairwise(found))
+        words = f"the condition number of the {NETWORK} {{}} with every increase of λ"
+        statements.append(
+            Statement(falls, words.format("falls"), words.format("does not fall"), "stability")
         )
-    return Verdict("partly" if len(wrong) < 2 else "not", measured, sentence(*wrong, *late))
+    for name in result.config.problems:
+        steps = list(_curve(result, name, "inner_steps").values())
+        fewer = all(b.median <= a.median for a, b in itertools.pairwise(steps))
+        ends = f"{steps[0].median:.0f} to {steps[-1].median:.0f}"
+        statements.append(
+            Statement(
+                fewer,
+                f"inner steps fall from {ends} ({name})",
+                f"inner steps do not fall throughout, from {ends} ({name})",
+                "stability",
+            )
+        )
+    return Verdict.of(
+        [*statements, *(_learned_is_best(result, name) for name in result.config.problems)],
+        _measured(result),
+    )
 
 
-def _falls_short(result: Result[Config], name: str) -> str | None:
-    """Words for a learned λ that some λ of the grid beats, by more than a share of what λ makes of
-    a difference at all.
+def _learned_is_best(result: Result[Config], name: str) -> Statement:
+    """Whether no λ of the grid beats the learned one by more than a share of what λ makes of a
+    difference at all.
     """
     grid = _curve(result, name, "outer_loss").values()
     learned = _learned(result, name, "outer_loss")
     lowest, highest = (choose(s.median for s in grid) for choose in (min, max))
-    if learned <= lowest + REACHED * (highest - lowest):
-        return None
-    return (
+    words = (
         f"the learned λ has an outer loss of {learned:.4g}, the best of the grid {lowest:.4g}"
         f" ({name})"
     )
+    return Statement(learned <= lowest + REACHED * (highest - lowest), words, words, "learned")
 
 
 def _measured(result: Result[Config]) -> str:

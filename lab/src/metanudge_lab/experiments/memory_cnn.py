@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from metanudge_lab.experiments.base import (
     Result,
     Row,
     Settings,
+    Statement,
     Table,
     Verdict,
 )
@@ -78,19 +79,22 @@ def table(result: Result[Config]) -> Table:
 
 
 def judge(result: Result[Config]) -> Verdict:
-    """As for every axis, and what happens where queries outnumber the
-    shots.
-    """
+    """As for every axis, and what happens where queries outnumber the shots."""
     main, *others = result.config.shots
     verdict = AXIS.judge(result, shots=main)
     reason = verdict.reason + "".join(f" {_beside(result, shots)}" for shots in others)
-    return Verdict(verdict.status, verdict.measured, reason)
+    return replace(verdict, reason=reason)
+
+
+def compare(result: Result[Config]) -> list[Statement]:
+    """With as many shots as queries."""
+    return AXIS.compare(result, shots=result.config.shots[0])
 
 
 def _beside(result: Result[Config], shots: int) -> str:
     queries = result.config.queries
     found = {}
-    for rival in (m.FO_MAML, m.REPTILE):
+    for rival in (m.FO_MAML, m.REPTILE, m.IMAML, m.MAML):
         ratios = [
             memory.memory(result, m.LOSS, shots=shots, channels=c)
             / memory.memory(result, rival, shots=shots, channels=c)
@@ -99,8 +103,9 @@ def _beside(result: Result[Config], shots: int) -> str:
         found[rival] = f"{min(ratios):.2f} to {max(ratios):.2f}"
     return (
         f"With {shots} shot{'s' if shots > 1 else ''} and {queries} queries a class FO-B-MAML needs"
-        f" {found[m.FO_MAML]} times FO-MAML's memory, but {found[m.REPTILE]} times Reptile's, which"
-        " never looks at the queries."
+        f" {found[m.FO_MAML]} times FO-MAML's memory, {found[m.IMAML]} times iMAML's and"
+        f" {found[m.MAML]} times MAML's, but {found[m.REPTILE]} times Reptile's, which never looks"
+        " at the queries."
     )
 
 
@@ -119,6 +124,8 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
+    compare=compare,
+    unit=("shots", "channels"),
     notes=(
         f"We take “nearly identical” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. The"
         " paper does not say how many examples a task has; in the comparison support and query set"

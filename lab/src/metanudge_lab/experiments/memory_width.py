@@ -57,6 +57,8 @@ EXPERIMENT = Experiment(
     draw=AXIS.draw,
     table=AXIS.table,
     judge=AXIS.judge,
+    compare=AXIS.compare,
+    unit=("width",),
     notes=(
         f"We take “nearly identical” as within {memory.MARGIN:.0%} of FO-MAML and of Reptile. "
         + memory_transformer.SIZE

@@ -16,7 +16,7 @@ from torch import Tensor
 from metanudge import optim
 from metanudge_lab.experiments.base import Result, Row
 from metanudge_lab.experiments.meta_objectives import MetaObjective
-from metanudge_lab.experiments.outer_loss import drawn
+from metanudge_lab.experiments.outer_loss_rows import drawn
 from metanudge_lab.experiments.spread import Spread
 
 GD, CLIPPED, NORMALIZED, SNGDM, ADAM = "GD", "ClippedGD", "NormalizedGD", "SNGDM", "Adam"
@@ -234,21 +234,10 @@ def best(result: Result[Any], problem: str, optimizer: str, *, sampled: bool) ->
     """Of the same grid and the same schedules for everyone: fewest steps to ε; where tasks are
     sampled, the lowest ‖∇F‖ at the end.
     """
-    chosen = []
-    rates = result.config.rates
-    for seed in result.distinct("seed"):
-        rows = result.rows(problem=problem, what=optimizer, sampled=sampled, seed=seed, kind="run")
-        if rows:
-            row = min(
-                rows,
-                key=lambda row: (
-                    _number(row["reached"]) if not sampled else math.inf,
-                    _number(row["last"]),
-                ),
-            )
-            chosen.append(row)
+    chosen = list(_chosen(result, problem, optimizer, sampled=sampled).values())
     if not chosen:
         return None
+    rates = result.config.rates
     reached, last, rate = (
         Spread.of([_number(row[key]) for row in chosen]).median
         for key in ("reached", "last", "rate")
@@ -256,6 +245,38 @@ def best(result: Result[Any], problem: str, optimizer: str, *, sampled: bool) ->
     return Best(
         reached, last, rate, edge=any(not rates[0] < row["rate"] < rates[-1] for row in chosen)
     )
+
+
+def reached_by_seed(result: Result[Any], problem: str, optimizer: str) -> list[float]:
+    """The fewest steps to ε, for every seed; infinite where it was not reached."""
+    return [_number(r["reached"]) for r in _in_order(result, problem, optimizer, sampled=False)]
+
+
+def ends_by_seed(result: Result[Any], problem: str, optimizer: str) -> list[float]:
+    """The lowest ‖∇F‖ at the end with one task a step, for every seed."""
+    return [_number(r["last"]) for r in _in_order(result, problem, optimizer, sampled=True)]
+
+
+def _in_order(result: Result[Any], problem: str, optimizer: str, *, sampled: bool) -> list[Row]:
+    found = _chosen(result, problem, optimizer, sampled=sampled)
+    return [found[seed] for seed in sorted(found)]
+
+
+def _chosen(result: Result[Any], problem: str, optimizer: str, *, sampled: bool) -> dict[int, Row]:
+    """The best run of every seed."""
+
+    def order(row: Row) -> tuple[float, float]:
+        return (math.inf if sampled else _number(row["reached"]), _number(row["last"]))
+
+    found: dict[int, Row] = {}
+    wanted = (problem, sampled, "run")
+    for row in result.rows(what=optimizer):
+        if (row["problem"], row["sampled"], row["kind"]) != wanted:
+            continue
+        seed = row["seed"]
+        if seed not in found or order(row) < order(found[seed]):
+            found[seed] = row
+    return found
 
 
 def _number(value: float | None) -> float:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from metanudge.testing.problems import log_slope
-from metanudge_lab.experiments.base import Result, Verdict, status_of
+from metanudge_lab.experiments.base import Result, Statement, Verdict
 from metanudge_lab.experiments.nu_sensitivity_rows import (
     KINKED,
     NOISY,
@@ -29,24 +29,14 @@ def judge(result: Result[Any]) -> Verdict:
     """The appendix's statements for the quadratic problem, one by one, and where its explanation of
     the first goes wrong.
     """
-    parts = _statements(result)
-    wrong = [text for holds, text in parts if not holds]
-    if not wrong:
-        return Verdict(
-            "reproduced",
-            _measured(result),
-            f"All {len(parts)} statements about the quadratic problem hold.",
-        )
-    held = len(parts) - len(wrong)
-    reason = f"{held} of {len(parts)} statements hold; not that {', nor that '.join(wrong)}."
-    return Verdict(
-        status_of(len(wrong), len(parts)),
-        _measured(result),
-        f"{reason} {_explanation(result)}".strip(),
-    )
+    parts = [
+        Statement(holds, text, f"not that {text}", name) for holds, text, name in _parts(result)
+    ]
+    wrong = not all(part.holds for part in parts)
+    return Verdict.of(parts, _measured(result), _explanation(result) if wrong else "")
 
 
-def _statements(result: Result[Any]) -> list[tuple[bool, str]]:
+def _parts(result: Result[Any]) -> list[tuple[bool, str, str]]:
     """What the appendix says, whether it holds for the loss nudge on the quadratic, and the words
     for it.
     """
@@ -64,6 +54,7 @@ def _statements(result: Result[Any]) -> list[tuple[bool, str]]:
         (
             all(errors[k][SMALL] < FLAT * min(found) for k, found in small.items()),
             f"the error is flat or high for ν ≤ {SMALL:g}",
+            "flat",
         ),
         (
             bool(grows),
@@ -71,9 +62,10 @@ def _statements(result: Result[Any]) -> list[tuple[bool, str]]:
                 "a small ν amplifies the noise of unconverged solves (the error does not grow"
                 " towards small ν at any K)"
             ),
+            "noise",
         ),
-        (falls, f"more steps help at every ν ≤ {LARGE:g}"),
-        (spikes, f"the error rises sharply beyond ν = {LARGE:g} at every K"),
+        (falls, f"more steps help at every ν ≤ {LARGE:g}", "steps"),
+        (spikes, f"the error rises sharply beyond ν = {LARGE:g} at every K", "bias"),
     ]
     for k, found in errors.items():
         if k <= FEW:
@@ -85,14 +77,14 @@ def _statements(result: Result[Any]) -> list[tuple[bool, str]]:
                 f"a ν of {RANGE[0]:g} to {RANGE[1]:g} serves K = {k} (at best {short(large)} there,"
                 f" {short(little)} below {SMALL:g})"
             )
-            statements.append((FLAT * large < little, text))
+            statements.append((FLAT * large < little, text, "rule"))
         elif k >= MANY:
             little = max(e for nu, e in found.items() if 1e-3 <= nu <= SMALL)
             text = (
                 f"a ν of 0.001 to 0.01 serves K = {k} ({short(little)} there, {short(found[LARGE])}"
                 f" at {LARGE:g})"
             )
-            statements.append((little < found[LARGE], text))
+            statements.append((little < found[LARGE], text, "rule"))
     return statements
 
 

@@ -29,7 +29,7 @@ from metanudge_lab.experiments.omniglot_runs import (
     search,
     watched,
 )
-from metanudge_lab.experiments.omniglot_verdict import judge
+from metanudge_lab.experiments.omniglot_verdict import MARGIN, judge
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ EXPERIMENT = Experiment(
         " chooses both on validation tasks from the same small grid. Characters are split at random"
         " as in the MAML literature (1100 train, 100 validation, 423 test), each turned by 90°,"
         " 180° and 270° as further classes. Accuracy is with the batch statistics of the query set,"
-        " as in that literature. ± is a 95 % confidence interval over the seeds, or over the test"
-        " tasks where there is one seed. Minutes are the clock's: runs that share a GPU take longer"
+        f" as in that literature. “Matching” means at most {MARGIN:g} points behind, with the whole"
+        " interval. Minutes are the clock's: runs that share a GPU take longer"
         " (in the project's own results all but the longest ones do, up to 14 at a time). Published"
         " numbers are those in the paper's table, for 20-way those of Rajeswaran et al. 2019 (Table"
         " 2), and for iMAML those with gradient descent; its Hessian-free variant is published with"

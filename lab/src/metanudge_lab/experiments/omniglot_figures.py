@@ -7,6 +7,7 @@ from typing import Any
 from metanudge_lab import style
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Drawing, Result, Shown, Table
+from metanudge_lab.experiments.equal_cost import passes
 from metanudge_lab.experiments.omniglot_rows import PUBLISHED, at_end, final, lengths, measured
 from metanudge_lab.experiments.omniglot_runs import ESTIMATORS, MORE_STEPS, SHIFTED, watched
 
@@ -73,10 +74,11 @@ def table(result: Result[Any]) -> Table:
                     more = final(result, setting, method, length, kind="more steps")
                     run = (setting, method, length)
                     shown = (Shown.of(found, 2), None if more is None else Shown.of(more, 2))
-                    took = (len(times), Shown(minutes, f"{minutes:.2g}"), rates)
+                    each = passes(ESTIMATORS[method], m.STEPS)
+                    took = (len(times), each, Shown(minutes, f"{minutes:.2g}"), rates)
                     rows.append((*run, *shown, *took, _published(method, setting)))
     accuracy = ("accuracy, %", f"with {MORE_STEPS} steps, %")
-    used_for = ("seeds", "minutes", "inner, meta-rate")
+    used_for = ("seeds", "gradients a task and meta-step", "minutes", "inner, meta-rate")
     return Table(("setting", "method", "meta-steps", *accuracy, *used_for, "published, %"), rows)
 
 

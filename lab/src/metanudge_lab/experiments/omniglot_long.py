@@ -26,6 +26,7 @@ from metanudge_lab.experiments.base import (
     Row,
     Settings,
     Shown,
+    Statement,
     Table,
     Verdict,
 )
@@ -39,6 +40,7 @@ from metanudge_lab.experiments.omniglot_runs import (
     search,
     watched,
 )
+from metanudge_lab.experiments.omniglot_verdict import MARGIN
 from metanudge_lab.experiments.spread import Mean, paired, sentence
 
 AUTOMATIC = "FO-B-MAML, automatic ν"
@@ -325,23 +327,22 @@ def judge(result: Result[Config]) -> Verdict:
             continue
         published, ci = PUBLISHED[m.LOSS].get(setting, (0.0, 0.0))
         good = sum(ours) / len(ours) >= published - ci
+        words = f"{setting}: {published:g} ± {ci:g} % is {{}}"
         statements.append(
-            (
-                good,
-                f"{setting}: {published:g} ± {ci:g} % is reached",
-                f"{setting}: {published:g} ± {ci:g} % is missed",
-            )
+            Statement(good, words.format("reached"), words.format("missed"), "accuracy")
         )
         for method in (m.FO_MAML, m.MAML, m.DAMPED):
             theirs = _accuracies(result, setting, method, length, m.STEPS)
             if len(theirs) == len(ours):
                 ahead = paired(theirs, ours)
-                fine = not ahead.mean - ahead.half > 0
+                fine = ahead.mean + ahead.half <= MARGIN
                 words = (
-                    f"{method} {{}} ahead ({ahead.mean:+.2f} ± {ahead.ci95:.2f} points, paired by"
-                    " seed)"
+                    f"{method} {{}} ahead by more than {MARGIN:g} points"
+                    f" ({ahead.mean:+.2f} ± {ahead.ci95:.2f}, paired by seed)"
                 )
-                statements.append((fine, words.format("is not"), words.format("is")))
+                statements.append(
+                    Statement(fine, words.format("is not"), words.format("may be"), "second order")
+                )
     return Verdict.of(statements, _measured(result))
 
 

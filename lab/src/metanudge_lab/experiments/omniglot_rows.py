@@ -7,7 +7,14 @@ from typing import Any
 
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Result
-from metanudge_lab.experiments.omniglot_runs import ESTIMATORS, FIVE_WAY, LONG_METHODS, TWENTY_WAY
+from metanudge_lab.experiments.equal_cost import passes, within
+from metanudge_lab.experiments.omniglot_runs import (
+    ESTIMATORS,
+    FIVE_WAY,
+    LONG_METHODS,
+    TWENTY_WAY,
+    watched,
+)
 from metanudge_lab.experiments.spread import Mean, paired
 
 # In percent, as in the paper's Table 2; 20-way as in Table 2 of Rajeswaran et al. 2019, from which
@@ -34,18 +41,31 @@ def at_end(setting: str, method: str, iterations: int, kind: str = "test") -> di
 def final(
     result: Result[Any], setting: str, method: str, iterations: int, kind: str = "test"
 ) -> Mean | None:
-    """Accuracy at the end in percent: mean over the seeds with its interval, that over the tasks
-    where there is one seed.
+    """Accuracy at the end in percent: mean over the seeds with its interval. A single run has
+    none, and says so; so do runs that ended at chance.
     """
-    where = at_end(setting, method, iterations, kind)
-    values = [100 * value for value in result.values("accuracy", **where)]
-    if not values:
+    rows = result.rows(**at_end(setting, method, iterations, kind))
+    if not rows:
         return None
-    return (
-        Mean.of(values)
-        if len(values) > 1
-        else Mean(values[0], 100 * result.values("ci95", **where)[0])
-    )
+    chance = 100 / int(setting.partition("-")[0])
+    values = [chance if row["accuracy"] is None else 100 * row["accuracy"] for row in rows]
+    lost = sum(value < 1.5 * chance for value in values)
+    notes = ["one run"] if len(values) == 1 else []
+    notes += [f"{'it' if notes else lost} ended at chance"] if lost else []
+    found = Mean.of(values)
+    return Mean(found.mean, found.ci95, f" ({', '.join(notes)})" if notes else "")
+
+
+def spent(result: Result[Any], setting: str, method: str) -> tuple[int, float] | None:
+    """Where a method of the comparison is with the gradients that FO-MAML spends in all its
+    meta-steps: the meta-step, and the accuracy there in percent.
+    """
+    length = result.config.iterations
+    where = {"kind": "test", "setting": setting, "method": method, "iterations": length}
+    found = result.along("accuracy", "iteration", watched(length), **where)
+    curve = {k: (k, 100 * sum(values) / len(values)) for k, values in found.items()}
+    budget = passes(ESTIMATORS[m.FO_MAML], m.STEPS) * length
+    return within(curve, passes(ESTIMATORS[method], m.STEPS), budget)
 
 
 def paired_by_seed(

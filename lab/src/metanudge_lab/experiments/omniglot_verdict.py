@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Result, Verdict, status_of
+from metanudge_lab.experiments.base import Result, Statement, Verdict
 from metanudge_lab.experiments.omniglot_rows import (
     PUBLISHED,
     final,
@@ -16,69 +16,75 @@ from metanudge_lab.experiments.omniglot_rows import (
     longest,
     measured,
     paired_by_seed,
+    spent,
 )
 from metanudge_lab.experiments.omniglot_runs import ESTIMATORS, LONG_METHODS, MORE_STEPS
 from metanudge_lab.experiments.spread import Mean
+
+MARGIN = 0.1  # points: what is not more behind than that matches
 
 
 def judge(result: Result[Any]) -> Verdict:
     """The claim's parts: the published accuracy, iMAML's (published and our own), and more with
     longer training.
     """
-    parts = [part for setting in result.config.settings for part in _parts(result, setting)]
-    wrong = [part for part in parts if part]
-    reason = (
-        f"{'; '.join(wrong)}. {explanation(result)}"
-        if wrong
-        else "The published accuracies are met, iMAML's and that of our own too, and longer"
-        " training helps, in all settings."
+    statements = [
+        one for setting in result.config.settings for one in _levels(result, setting)
+    ] + _beside_imaml(result)
+    statements.append(
+        Statement(None, f"iMAML trained with {MORE_STEPS} inner steps, as published", name="fewer")
     )
-    return Verdict(status_of(len(wrong), len(parts)), measured(result), reason)
+    return Verdict.of(statements, measured(result), explanation(result))
 
 
-def _parts(result: Result[Any], setting: str) -> list[str]:
-    """What is wrong with each part of the claim in a setting; nothing where it holds."""
+def _levels(result: Result[Any], setting: str) -> list[Statement]:
+    """The published accuracies, and whether longer training helps."""
     ours = longest(result, setting, m.LOSS)
     assert ours is not None
+    found = [_reached(setting, ours, m.LOSS), _reached(setting, ours, m.IMAML, " for iMAML")]
     same = final(result, setting, m.LOSS, result.config.iterations)
-    parts = [_missed(setting, ours, m.LOSS), _missed(setting, ours, m.IMAML, " for iMAML")]
-    rivals = found_at(result, setting, (m.IMAML, m.DAMPED), result.config.iterations)
-    if rivals and same is not None:
-        parts.append(_behind(result, setting, same, rivals))
-    if result.config.long:
-        parts.append(_no_better(setting, same, ours))
-    return parts
+    if result.config.long and same is not None:
+        words = f"{setting}: longer training {{}} ({same.text(2)}, then {ours.text(2)} %)"
+        holds = ours.mean > same.mean + same.half
+        found.append(Statement(holds, words.format("helps"), words.format("does not help"), "long"))
+    return found
 
 
-def _no_better(setting: str, same: Mean | None, longer: Mean) -> str:
-    if same is None or longer.mean > same.mean:
-        return ""
-    return f"{setting}: longer training does not help ({same.text(2)}, then {longer.text(2)} %)"
-
-
-def _missed(setting: str, ours: Mean, method: str, whose: str = "") -> str:
+def _reached(setting: str, ours: Mean, method: str, whose: str = "") -> Statement:
     mean, ci = PUBLISHED[method][setting]
-    if ours.mean + ours.half >= mean - ci:
-        return ""
-    return f"{setting}: {ours.text(2)} %, where {mean:g} ± {ci:g} is published{whose}"
+    words = f"{setting}: {ours.text(2)} %, where {mean:g} ± {ci:g} is published{whose}"
+    name = "imaml" if whose else "accuracy"
+    return Statement(ours.mean + ours.half >= mean - ci, words, words, name)
 
 
-def _behind(result: Result[Any], setting: str, ours: Mean, rivals: dict[str, Mean]) -> str:
-    """Where the best of our own runs of iMAML is ahead, by how much, and with more steps of
-    adaptation.
+def _beside_imaml(result: Result[Any]) -> list[Statement]:
+    """FO-B-MAML beside the best of our own runs of iMAML with as many meta-steps and seeds.
+
+    That it matches is no statement about who is ahead: between methods this close it would hold
+    for others too.
     """
-    last, best = result.config.iterations, max(rivals, key=lambda method: rivals[method].mean)
-    ahead = paired_by_seed(result, setting, best, m.LOSS, last)
-    if not ahead.mean - ahead.half > 0:
-        return ""
-    text = (
-        f"{setting}: below our iMAML with as many meta-steps ({ours.text(2)} against"
-        f" {rivals[best].text(2)} %, {ahead.text(2)} points apart, paired by seed)"
-    )
-    more = found_at(result, setting, (m.LOSS, best), last, kind="more steps")
-    both = " against ".join(one.text(2) for one in more.values())
-    steps = f"where adaptation takes {MORE_STEPS} steps instead of {m.STEPS}"
-    return f"{text}; {steps}, {both} %" if both else text
+    last, found = result.config.iterations, []
+    for setting in result.config.settings:
+        rivals = found_at(result, setting, (m.IMAML, m.DAMPED), last)
+        ours = final(result, setting, m.LOSS, last)
+        if rivals and ours is not None:
+            best = max(rivals, key=lambda method: rivals[method].mean)
+            behind = paired_by_seed(result, setting, best, m.LOSS, last)
+            words = (
+                f"{setting}: {{}} our iMAML with as many meta-steps ({ours.text(2)} against"
+                f" {rivals[best].text(2)} %, {behind.text(2)} points behind, paired by seed)"
+            )
+            holds = behind.mean + behind.half <= MARGIN
+            ahead = behind.mean + behind.half < 0
+            found.append(
+                Statement(
+                    holds,
+                    words.format("ahead of" if ahead else "as good as"),
+                    words.format("behind"),
+                    "own imaml",
+                )
+            )
+    return found
 
 
 def explanation(result: Result[Any]) -> str:
@@ -110,9 +116,25 @@ def explanation(result: Result[Any]) -> str:
                 f"trained with {last} meta-steps and adapting with {MORE_STEPS} steps instead of"
                 f" {m.STEPS}: {kept}"
             )
+        texts.append(_equal_cost(result, setting))
     data = result.rows(kind="test")[0]["data"]
     small = f" The data are {data}." if data != "Omniglot" else ""
-    return f"{'; '.join(texts)}.{small} The published runs of MAML have 60,000 meta-steps."
+    return (
+        f"{'; '.join(texts)}.{small} The published runs of MAML have 60,000 meta-steps. The verdict"
+        " is at equal meta-steps; minutes, which the table gives, are of runs that shared a device."
+    )
+
+
+def _equal_cost(result: Result[Any], setting: str) -> str:
+    """The comparison with as many gradients instead of as many meta-steps."""
+    found = {method: spent(result, setting, method) for method in ESTIMATORS}
+    told = ", ".join(
+        f"{method} {one[1]:.1f} (meta-step {one[0]})" for method, one in found.items() if one
+    )
+    return (
+        "with the gradients that FO-MAML spends in all its meta-steps, at the last test before"
+        f" they are used up and with learning rates still high: {told}"
+    )
 
 
 def _gain(result: Result[Any], setting: str, method: str, last: int) -> float:

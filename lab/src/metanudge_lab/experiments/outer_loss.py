@@ -6,19 +6,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 import metanudge as mn
 from metanudge_lab.experiments import quadratics as q
 from metanudge_lab.experiments.base import Cell, Experiment, Row, Settings
+from metanudge_lab.experiments.equal_cost import COUNTED
 from metanudge_lab.experiments.outer_loss_figures import draw, table
-from metanudge_lab.experiments.outer_loss_rows import LIMITED, LOSSES
-from metanudge_lab.experiments.outer_loss_verdict import judge
-
-if TYPE_CHECKING:
-    pass
+from metanudge_lab.experiments.outer_loss_rows import LIMITED, LOSSES, drawn
+from metanudge_lab.experiments.outer_loss_verdict import compare, judge
 
 # of differences; Newton steps; what may be left of the estimate, relative to that at θ = 0
 STEP, LONGEST, CLOSE = (1e-3, 60, 1e-8)
@@ -145,20 +142,6 @@ def _estimate(problem: q.Problem, learner: mn.MetaLearner) -> torch.Tensor:
     return gradient
 
 
-def drawn(iterations: int) -> list[int]:
-    """Which iterations are recorded: every one of the first dozen, then ever fewer, and the last.
-
-    Example:
-        >>> drawn(20)
-        [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20]
-    """
-    chosen, at = [], 1
-    while at < iterations:
-        chosen.append(at)
-        at += max(1, at // 6)
-    return [*chosen, iterations]
-
-
 def _row(iteration: int, theta: torch.Tensor, losses: dict[str, q.OuterLoss]) -> Row:
     values = {name: loss.excess(theta.detach()) for name, loss in losses.items()}
     return {
@@ -182,6 +165,7 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
+    compare=compare,
     notes=(
         "The paper's sentences speak of the whole of Figure 1; we apply them to the outer loss in"
         " its lower half. The problem is that of the upper half; plain gradient descent on θ over"
@@ -191,6 +175,9 @@ EXPERIMENT = Experiment(
         " steps, which MAML aims at. Shown is what is above the lowest value. The limit is where"
         " the method's own estimate vanishes, found by Newton's method, and checked to be stable"
         " under descent with a small rate; it depends on neither the rate nor the number of"
-        " iterations."
+        " iterations. The verdict is at equal meta-iterations, the paper's axis; at equal cost"
+        " every method has as many backward passes as the cheapest takes for all iterations, and"
+        " the best rate for that. Methods share the tasks of a seed, so ratios are paired by it. "
+        + COUNTED
     ),
 )

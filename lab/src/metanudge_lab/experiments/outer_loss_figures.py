@@ -13,6 +13,7 @@ from metanudge_lab.experiments.outer_loss_rows import (
     LOSSES,
     at_rest,
     best_rate,
+    cost,
     last_of,
     trained,
 )
@@ -21,7 +22,7 @@ from metanudge_lab.experiments.spread import short
 
 def draw(result: Result[Any]) -> list[Drawing]:
     """Excess outer loss on the way and in the limit, one panel for each of the two losses."""
-    drawings = [_draw_descent(result)] if trained(result) else []
+    drawings = [_draw_descent(result), _draw_spent(result)] if trained(result) else []
     return [*drawings, _draw_limits(result)] if result.distinct("steps") else drawings
 
 
@@ -39,6 +40,24 @@ def _draw_descent(result: Result[Any]) -> Drawing:
         one.xaxis.get_major_locator().set_params(integer=True)
     style.legend(axes[-1])
     return Drawing(figure, alt=_alt(result))
+
+
+def _draw_spent(result: Result[Any]) -> Drawing:
+    """Against gradients spent, at the best rate of every method for all iterations."""
+    figure, axes = style.figure(1, width=8.2, height=4.2)
+    told = []
+    for method in trained(result):
+        rate, each = best_rate(result, method, "exact"), cost(result, method)
+        at = sorted({row["iteration"] for row in result.rows(method=method, rate=rate)})
+        curve = result.spreads("exact", "iteration", at, method=method, rate=rate)
+        spent = {k * each: spread for k, spread in curve.items() if k}
+        style.band(axes, spent, **_look(method), markevery=0.12)
+        told.append(f"{method} {each}")
+    axes.set(xscale="log", yscale="log", xlabel="gradients spent a task", title=LOSSES["exact"])
+    axes.set(ylabel="above the minimum", ylim=(max(1e-6, axes.get_ylim()[0]), None))
+    style.legend(axes)
+    alt = f"Excess outer loss against gradients spent; a meta-iteration takes {', '.join(told)}."
+    return Drawing(figure, alt=alt, suffix="gradients")
 
 
 def _draw_limits(result: Result[Any]) -> Drawing:

@@ -5,59 +5,76 @@ from __future__ import annotations
 from typing import Any
 
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments.base import Result, Verdict
+from metanudge_lab.experiments.base import Result, Statement, Verdict
 from metanudge_lab.experiments.outer_loss_rows import (
     BRIEF,
     COMPETITIVE,
     LOSSES,
+    affordable,
     at_rest,
+    best_ends,
     best_rate,
     last_of,
     trained,
 )
-from metanudge_lab.experiments.spread import short
+from metanudge_lab.experiments.spread import Spread, below, short
+
+# by which name the list of claims knows the comparison
+RIVALS = {
+    q.FO_MAML: "first order",
+    q.REPTILE: "first order",
+    q.IMAML_2: "imaml",
+    q.IMAML_5: "imaml",
+    q.IMAML_10: "competitive",
+}
 
 
 def judge(result: Result[Any]) -> Verdict:
     """Ours ends below FO-MAML, Reptile and iMAML with 2 and 5 CG steps, and within a factor of
     iMAML with 10, in both losses.
     """
-    last = {
-        (m, loss): last_of(result, m, loss, best_rate(result, m, loss))
-        for m in trained(result)
-        for loss in LOSSES
-    }
-    compared, failed, beaten = 0, [], []
+    statements = compare(result)
+    keys = [(rival, loss) for loss in LOSSES for rival in RIVALS]
+    beaten = [key for key, one in zip(keys, statements, strict=True) if not one.holds]
+    last = {m: last_of(result, m, "exact", best_rate(result, m, "exact")) for m in trained(result)}
+    measured = _measured(result, {method: short(value) for method, value in last.items()})
+    more = [_why(result, beaten)] if beaten else []
+    return Verdict.of(
+        statements, measured, " ".join([*more, _more_steps(result), _equal_cost(result)])
+    )
+
+
+def compare(result: Result[Any]) -> list[Statement]:
+    """Whether ours ends below each of the others, paired by seed, in each of the losses."""
+    found = []
     for loss in LOSSES:
-        for rival in (q.FO_MAML, q.REPTILE, q.IMAML_2, q.IMAML_5, q.IMAML_10):
-            ours, theirs = last[q.SYMMETRIC, loss], last[rival, loss]
-            factor = COMPETITIVE if rival == q.IMAML_10 else 1.0
-            compared += 1
-            if not ours < factor * theirs:
-                within = f"within a factor of {factor:g} of" if factor > 1 else "below"
-                failed.append(
-                    f"{within} {_spoken(rival)} {BRIEF[loss]} ({short(ours)} against"
-                    f" {short(theirs)})"
-                )
-                beaten.append((rival, loss))
-    measured = _measured(
-        result, {method: short(value) for (method, loss), value in last.items() if loss == "exact"}
-    )
-    if not failed:
-        reason = (
-            "Symmetric FO-B-MAML ends below all four and near iMAML with 10 CG steps, in both"
-            f" losses. {_more_steps(result)}"
-        )
-        return Verdict("reproduced", measured, reason)
-    held = compared - len(failed)
-    reason = (
-        f"{held} of {compared} comparisons hold; symmetric FO-B-MAML does not end"
-        f" {', nor '.join(failed)}."
-    )
-    return Verdict(
-        "partly" if held else "not",
-        measured,
-        f"{reason} {_why(result, beaten)} {_more_steps(result)}",
+        ours = best_ends(result, q.SYMMETRIC, loss)
+        for rival, name in RIVALS.items():
+            theirs = best_ends(result, rival, loss)
+            factor = _factor(rival)
+            within = f"within a factor of {factor:g} of" if factor > 1 else "below"
+            one, other = (short(Spread.of(values).median) for values in (ours, theirs))
+            words = f"{within} {_spoken(rival)} {BRIEF[loss]} ({one} against {other})"
+            holds = below(ours, theirs, factor)
+            found.append(
+                Statement(holds, f"it ends {words}", f"it does not clearly end {words}", name)
+            )
+    return found
+
+
+def _factor(rival: str) -> float:
+    return COMPETITIVE if rival == q.IMAML_10 else 1.0
+
+
+def _equal_cost(result: Result[Any]) -> str:
+    told = []
+    for method in (q.SYMMETRIC, q.GRADIENT, q.IMAML_5, q.MAML, q.FO_MAML):
+        if method in trained(result) and (at := affordable(result, method)):
+            end = last_of(result, method, "exact", best_rate(result, method, "exact", at), at)
+            told.append(f"{_spoken(method)} {short(end)} (iteration {at})")
+    return (
+        "This is at equal meta-iterations; with as many backward passes as the cheapest method"
+        f" takes for all of them it is, at the inner solution, {', '.join(told)}."
     )
 
 
@@ -97,8 +114,8 @@ def _why(result: Result[Any], beaten: list[tuple[str, str]]) -> str:
 
 
 def _holds_at_rest(result: Result[Any], rival: str, loss: str, steps: int) -> bool:
-    factor = COMPETITIVE if rival == q.IMAML_10 else 1.0
-    return at_rest(result, q.SYMMETRIC, loss, steps) < factor * at_rest(result, rival, loss, steps)
+    theirs = at_rest(result, rival, loss, steps)
+    return at_rest(result, q.SYMMETRIC, loss, steps) < _factor(rival) * theirs
 
 
 def _spoken(method: str) -> str:

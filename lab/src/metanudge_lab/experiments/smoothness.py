@@ -13,7 +13,7 @@ from torch import Tensor
 from metanudge import optim
 from metanudge_lab.experiments.base import Row
 from metanudge_lab.experiments.meta_objectives import MetaObjective, Rippled
-from metanudge_lab.experiments.outer_loss import drawn
+from metanudge_lab.experiments.outer_loss_rows import drawn
 
 PATH, PAIRS, PROOF, CONSTANTS = "path", "pairs", "proof", "constants"
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+CONVENTION = (
+    "± is the 95 % confidence interval of a mean over seeds (Student's t). Methods share the tasks"
+    " and initial weights of a seed, so they are compared by paired differences, or by ratios of"
+    " errors; who leads, leads with the whole interval, and no such verdict holds for more than 5 %"
+    " of 200 shuffles of the methods' labels. A single run has no interval. Lines without a word"
+    " about them are medians over the seeds, bands their range."
+)
 
 
 class Spread(NamedTuple):
@@ -57,6 +66,7 @@ def sentence(*parts: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
+@functools.cache
 def t_quantile(freedom: int) -> float:
     """The 97.5 % quantile of Student's t, by bisection of its distribution function.
 
@@ -94,6 +104,7 @@ class Mean:
 
     mean: float
     ci95: float
+    note: str = ""  # what is said after it
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
@@ -122,10 +133,26 @@ class Mean:
             ('0.98 ± 0.01', '0.98')
         """
         return f"{self.mean:.{digits}f}" + (
-            "" if math.isnan(self.ci95) else f" ± {self.ci95:.{digits}f}"
+            ("" if math.isnan(self.ci95) else f" ± {self.ci95:.{digits}f}") + self.note
         )
 
 
 def paired(ones: Sequence[float], others: Sequence[float]) -> Mean:
     """The mean difference of pairs, such as two methods with the same seeds."""
     return Mean.of([one - other for one, other in zip(ones, others, strict=True)])
+
+
+def below(ones: Sequence[float], others: Sequence[float], factor: float = 1.0) -> bool:
+    """Whether some errors are below others, or a multiple of them, beyond what the seeds leave
+    open: the 95 % interval of the mean logarithm of the paired ratios lies below that of the
+    factor. What diverged is below nothing.
+
+    Example:
+        >>> below([1.0, 1.1, 0.9], [2.0, 2.3, 1.9]), below([1.0, 1.1, 0.9], [1.1, 1.0, 1.0])
+        (True, False)
+    """
+    if not all(math.isfinite(one) for one in (*ones, *others)):
+        return False
+    logs = [[math.log(max(value, 1e-300)) for value in values] for values in (ones, others)]
+    apart = paired(*logs)
+    return apart.mean + apart.half < math.log(factor)

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from metanudge.names import clock
 from metanudge.training.errors import UserError
+from metanudge_lab import claims
+from metanudge_lab.claims import CLAIMS, Claim
 from metanudge_lab.experiments import available, load
-from metanudge_lab.experiments.base import Drawing, Experiment, Result, Shown, Table
+from metanudge_lab.experiments.base import Drawing, Experiment, Result, Shown, Table, Verdict
 from metanudge_lab.experiments.store import find, result_file
 
 _SENTENCE = re.compile(r"(?<=[.)])\s+(?=[A-Z])")
@@ -39,6 +41,7 @@ class Entry:
         table: its numbers.
         drawings: its pictures.
         aside: what other result there is that is not shown.
+        verdict: what state, measured and reason come from, once there is one.
     """
 
     experiment: Experiment[Any]
@@ -49,6 +52,7 @@ class Entry:
     table: Table | None = None
     drawings: list[Drawing] = field(default_factory=list)
     aside: str = ""
+    verdict: Verdict | None = None
 
     @property
     def name(self) -> str:
@@ -147,8 +151,35 @@ def entry(experiment: Experiment[Any], folder: Path) -> Entry:
             aside,
         )
     return Entry(
-        experiment, verdict.status, verdict.measured, verdict.reason, result, table, drawings, aside
+        experiment,
+        verdict.status,
+        verdict.measured,
+        verdict.reason,
+        result,
+        table,
+        drawings,
+        aside,
+        verdict,
     )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One claim of the paper on the page: what answers it, and how."""
+
+    claim: Claim
+    state: claims.State
+
+    @property
+    def status(self) -> str:
+        """The state in words."""
+        return claims.STATES[self.state]
+
+
+def answers(entries: list[Entry]) -> list[Answer]:
+    """To every claim of the paper, from the verdicts there are."""
+    verdicts = {entry.name: entry.verdict for entry in entries if entry.verdict is not None}
+    return [Answer(claim, claim.state(verdicts)) for claim in CLAIMS]
 
 
 def text_of(value: str | int | float | Shown | None) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from metanudge_lab.experiments.base import Table
-from metanudge_lab.report.entries import Entry, text_of
+from metanudge_lab.experiments.spread import CONVENTION
+from metanudge_lab.report.entries import Entry, answers, text_of
 from metanudge_lab.report.figures import file_name
 
 
@@ -17,6 +18,8 @@ def markdown(entries: list[Entry]) -> str:
             " from the rows beside it; do not edit it."
         ),
         "",
+        CONVENTION,
+        "",
         "| experiment | in the paper | verdict | measured |",
         "|---|---|---|---|",
     ]
@@ -26,9 +29,33 @@ def markdown(entries: list[Entry]) -> str:
         for entry in entries
     ]
     return (
-        "\n".join([*head, *summary, *(line for entry in entries for line in _section(entry))])
+        "\n".join(
+            [
+                *head,
+                *summary,
+                *_claims(entries),
+                *(line for entry in entries for line in _section(entry)),
+            ]
+        )
         + "\n"
     )
+
+
+def _claims(entries: list[Entry]) -> list[str]:
+    lines = [
+        "",
+        "## Claims",
+        "",
+        "Every numbered claim of the paper, and those of its text with numbers in them.",
+        "",
+        "| in the paper | claim | answered by | it | remark |",
+        "|---|---|---|---|---|",
+    ]
+    for answer in answers(entries):
+        links = ", ".join(f"[{name}](#{name})" for name in answer.claim.experiments)
+        cells = (answer.claim.where, answer.claim.says, links, answer.status, answer.claim.because)
+        lines.append(f"| {' | '.join(_cell(cell) or '–' for cell in cells)} |")
+    return lines
 
 
 def _section(entry: Entry) -> list[str]:

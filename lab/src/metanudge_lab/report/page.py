@@ -7,7 +7,8 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from metanudge.version import __version__
-from metanudge_lab.report.entries import STATES, Entry, sort_key, text_of
+from metanudge_lab.experiments.spread import CONVENTION
+from metanudge_lab.report.entries import STATES, Entry, answers, sort_key, text_of
 from metanudge_lab.report.figures import inline
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def page(entries: list[Entry]) -> str:
     counts = {state: sum(entry.state == state for entry in entries) for state in STATES}
     return environment.from_string(_asset("page.html.j2")).render(
         entries=entries,
+        answers=answers(entries),
+        convention=CONVENTION,
         counts=[(state, text, counts[state]) for state, text in STATES.items() if counts[state]],
         ranks={state: rank for rank, state in enumerate(STATES)},
         pictures={

@@ -1,0 +1,52 @@
+"""What a verdict owes to which method is which: the same rows, with the methods' labels dealt anew.
+
+A statement that one method is ahead of another means something only where it would seldom hold if
+the labels meant nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter, defaultdict
+from typing import Any
+
+from metanudge_lab.experiments.base import Experiment, Measured, Result, label
+
+
+def shuffled(experiment: Experiment[Any], result: Result[Any], seed: int) -> Result[Any]:
+    """The result with the labels of methods dealt anew within each unit (a seed, a size), among the
+    methods that have the same cells there.
+    """
+    dice = random.Random(seed)
+    units: dict[str, dict[Any, list[Measured]]] = defaultdict(lambda: defaultdict(list))
+    for one in result.measured:
+        if experiment.labels in one.cell:
+            unit = label({key: one.cell.get(key) for key in experiment.unit})
+            units[unit][one.cell[experiment.labels]].append(one)
+    dealt: dict[int, Any] = {}
+    for methods in units.values():
+        alike: dict[frozenset[str], list[Any]] = defaultdict(list)
+        for method, cells in methods.items():
+            rest = frozenset(label({**one.cell, experiment.labels: None}) for one in cells)
+            alike[rest].append(method)
+        for group in alike.values():
+            for method, other in zip(group, dice.sample(group, len(group)), strict=True):
+                dealt |= {id(one): other for one in methods[method]}
+    measured = [
+        dataclasses.replace(one, cell={**one.cell, experiment.labels: dealt[id(one)]})
+        if id(one) in dealt
+        else one
+        for one in result.measured
+    ]
+    return dataclasses.replace(result, measured=measured)
+
+
+def passing(experiment: Experiment[Any], result: Result[Any], times: int) -> dict[str, float]:
+    """How often the statements of each name all hold with shuffled labels, as a share."""
+    held: Counter[str] = Counter()
+    names = {one.name for one in experiment.compare(result)}
+    for seed in range(times):
+        found = experiment.compare(shuffled(experiment, result, seed))
+        held.update({n for n in names if all(one.holds for one in found if one.name == n)})
+    return {name: held[name] / times for name in sorted(names)}

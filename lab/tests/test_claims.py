@@ -1,0 +1,92 @@
+"""The list of the paper's claims is complete, and answered from the rows alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from metanudge_lab.claims import CLAIMS, Claim
+from metanudge_lab.experiments import available, load
+from metanudge_lab.experiments.base import Statement, Verdict
+from metanudge_lab.experiments.store import find
+
+ROOT = Path(__file__).parents[2]
+PAPERS = [folder / "shared" / "paper" / "fo-b-maml.tex" for folder in ROOT.parents]
+NAMES = {
+    "framedtheorem": "Theorem",
+    "framedlemma": "Lemma",
+    "framedcorollary": "Corollary",
+    "framedproposition": "Proposition",
+    "figure": "Figure",
+    "table": "Table",
+    "table*": "Table",
+    "algorithm": "Algorithm",
+}
+
+
+def numbered(text: str) -> dict[str, str]:
+    """Label → "Theorem 1", counted as LaTeX does."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for kind, body in re.findall(r"\\begin\{([a-z*]+)\}(.*?)(?=\\end\{\1\})", text, re.DOTALL):
+        if kind in NAMES:
+            counts[NAMES[kind]] += 1
+            found[re.findall(r"\\label\{([^}]+)\}", body)[0]] = (
+                f"{NAMES[kind]} {counts[NAMES[kind]]}"
+            )
+    return found
+
+
+def test_labels_are_numbered_as_in_the_paper() -> None:
+    text = r"\begin{figure}\label{a}\end{figure}\begin{table}\label{t}\end{table}\begin{figure}"
+    assert numbered(text + r"\label{b}\end{figure}") == {
+        "a": "Figure 1",
+        "t": "Table 1",
+        "b": "Figure 2",
+    }
+
+
+def test_every_numbered_claim_of_the_paper_has_a_row() -> None:
+    paper = next((file for file in PAPERS if file.is_file()), None)
+    if paper is None:
+        pytest.skip("the paper's source is not beside the repository")
+    rows = {claim.label: claim for claim in CLAIMS if claim.label}
+    for label, name in numbered(paper.read_text(encoding="utf-8")).items():
+        assert label in rows, f"{name} ({label}) has no row"
+        assert name in rows[label].where
+
+
+def test_rows_are_answered_or_say_why_not() -> None:
+    assert len({(claim.where, claim.says) for claim in CLAIMS}) == len(CLAIMS)
+    for claim in CLAIMS:
+        assert claim.by or claim.because, claim.where
+        assert set(claim.experiments) <= set(available()), claim.where
+
+
+@pytest.mark.parametrize("name", sorted({name for claim in CLAIMS for name in claim.experiments}))
+def test_the_statements_that_answer_exist(name: str) -> None:
+    experiment = load(name)
+    results = [one for one in find(experiment, ROOT / "results") if one.complete]
+    if not results:
+        pytest.skip("not measured yet")
+    parts = {part.name for part in experiment.judge(results[0]).parts}
+    wanted = [one.partition(": ") for claim in CLAIMS for one in claim.by]
+    assert {part for one, _, part in wanted if one == name and part} <= parts
+
+
+def test_the_state_is_that_of_the_statements() -> None:
+    parts = (Statement(True, "a", "", "a"), Statement(False, "b", "no b", "b"))
+    verdicts = {"one": Verdict.of(parts, "measured")}
+    states = {
+        "one: a": "reproduced",
+        "one: b": "not",
+        "one": "partly",
+        "two": "unfinished",
+    }
+    for by, state in states.items():
+        assert Claim("here", "it is so", (by,)).state(verdicts) == state
+    assert Claim("here", "it is so", ("one: a", "one: b")).state(verdicts) == "partly"
+    assert Claim("here", "it is so", because="no data").state(verdicts) == "untestable"
