@@ -28,6 +28,7 @@ NAMES = (
     "complexity",
     "ablation",
     "auto-nu",
+    "transformer",
 )
 
 
