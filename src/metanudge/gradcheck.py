@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.engines import Cost, StackedEngine
+from metanudge.engines.precision import precision_of
 from metanudge.estimators import (
     FOBMAML,
     FOMAML,
@@ -30,7 +32,7 @@ from metanudge.learner import MetaLearner, Tasks
 from metanudge.problem import Objective, Problem
 from metanudge.solvers import NewtonCG, Solver
 from metanudge.task import TaskBatch
-from metanudge.tuning import NuTuner, Where, is_automatic
+from metanudge.tuning import WORTH_HAVING, NuTuner, ProductsWarning, Where, is_automatic
 
 DEFAULT_NUS = (1e-3, 1e-2, 1e-1, 0.5)
 LARGEST_DENSE = 1000
@@ -74,6 +76,8 @@ class GradientReport:
             adaptation.
         advice: what to change where it is above 1.
         notes: what could not be computed, and why.
+        differences: `MAML(products="difference")` in the model's own precision, against the same
+            answers; None where estimators were named, or it cannot run.
     """
 
     rows: tuple[Quality, ...]
@@ -84,6 +88,42 @@ class GradientReport:
     residual_growth: float
     advice: str
     notes: tuple[str, ...]
+    differences: Quality | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Which estimator is closest to each exact answer, and whether differences of gradients are
+        worth having on this model, in words.
+        """
+        told = [
+            self._closest("error_implicit", "cosine_implicit", "implicit gradient"),
+            self._closest("error_adaptation", "cosine_adaptation", "K-step adaptation"),
+        ]
+        if self.differences is not None and not math.isnan(self.differences.error_adaptation):
+            own = self.differences
+            how = (
+                f"{own.estimator} has cosine {own.cosine_adaptation:.4f} and relative error"
+                f" {own.error_adaptation:.2g} against the K-step adaptation"
+            )
+            told.append(
+                f"Differences of gradients are meaningful here: {how}."
+                if own.error_adaptation < WORTH_HAVING
+                else f"Differences of gradients are not to be trusted here: {how}. Kinks (ReLU,"
+                ' max-pooling) do that: use MAML(products="autograd"), or smooth activations.'
+            )
+        return " ".join(filter(None, told))
+
+    def _closest(self, error: str, cosine: str, target: str) -> str:
+        known = [row for row in self.rows if not math.isnan(getattr(row, error))]
+        if not known:
+            return ""
+        best = min(known, key=lambda row: float(getattr(row, error)))
+        nu = "" if best.nu is None else f" at ν {best.nu:.3g}"
+        far = "" if getattr(best, error) < WORTH_HAVING else ", and not close"
+        return (
+            f"Closest to the {target}: {best.estimator}{nu}{far} (cosine"
+            f" {getattr(best, cosine):.4f}, relative error {getattr(best, error):.2g})."
+        )
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain dicts."""
@@ -112,7 +152,7 @@ class GradientReport:
                 "The inner residual grows: lr is above the stable 2/(curvature + lam). To mend it,"
                 f" {self.advice}."
             )
-        return "\n".join((*lines, *self.notes))
+        return "\n".join((*lines, *filter(None, [self.verdict]), *self.notes))
 
 
 def check_gradient(
@@ -153,7 +193,8 @@ def check_gradient(
         >>> [row.estimator for row in report.rows]
         ['FOMAML', 'FOBMAML symmetric, loss nudge', 'FOBMAML symmetric, loss nudge, automatic ν']
     """
-    batch = TaskBatch.of(tasks)[:max_tasks].to(torch.float64)
+    own = TaskBatch.of(tasks)[:max_tasks]
+    batch = own.to(torch.float64)
     problem = _double(learner)
     notes: list[str] = []
     # The in-place engine could serve some estimators; one engine for all keeps the random numbers
@@ -173,6 +214,7 @@ def check_gradient(
         adaptation, _ = gradient(MAML(), learner.solver)
     except (TypeError, ValueError, RuntimeError) as error:
         notes.append(f"No gradient of the K-step adaptation: {error}")
+    usual = estimators is None
     chosen = _usual(learner.estimator) if estimators is None else estimators
     rows = []
     for estimator in _with_every_nu(chosen, nus):
@@ -193,7 +235,35 @@ def check_gradient(
         residual_growth=_residual_growth(problem, batch, learner.solver, engine, seed),
         advice=advice_on(problem, learner.solver),
         notes=tuple(notes),
+        differences=_differences(learner, own, engine, seed, (implicit, adaptation))
+        if usual
+        else None,
     )
+
+
+def _differences(
+    learner: MetaLearner,
+    batch: TaskBatch,
+    engine: StackedEngine,
+    seed: int,
+    targets: tuple[Tensor | None, Tensor | None],
+) -> Quality | None:
+    """Of `MAML(products="difference")` in the model's own precision, in which kinks may spoil what
+    float64 still resolves.
+    """
+    problem, estimator = learner.problem(), MAML(products="difference")
+    where = Where(solver=learner.solver, engine=engine, seed=seed, first=0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ProductsWarning)  # the verdict says it
+            ready = NuTuner().settled(estimator, problem, batch, **where)
+        g, _ = meta_gradient(problem, batch, estimator=ready, metrics=False, **where)
+    except (TypeError, ValueError, RuntimeError, FloatingPointError):
+        return None
+    flat = torch.cat([leaf.flatten() for leaf in g.values()]).double()
+    compared = [number for target in targets for number in _compare(flat, target)]
+    name = f'MAML(products="difference") in {precision_of(problem).value}'
+    return Quality(name, None, *compared)
 
 
 def _double(learner: MetaLearner) -> Problem:
