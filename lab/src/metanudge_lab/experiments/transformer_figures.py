@@ -64,7 +64,7 @@ def _outcome(result: Result[Config]) -> Drawing:
     """Mean loss on test tasks over the seeds against meta-steps, gradients and seconds, one column
     for each inner rate; a line ends where a seed has diverged.
     """
-    inners = result.config.inner_rates
+    inners, guess = result.config.inner_rates, math.log(result.config.symbols)
     figure, axes = style.figure(
         len(inners),
         len(AXES),
@@ -87,10 +87,10 @@ def _outcome(result: Result[Config]) -> Drawing:
                 if points:
                     x, y = zip(*points, strict=True)
                     one.plot(x, y, **style.line(method))
-            one.axhline(
-                math.log(result.config.symbols), color=style.INK, linewidth=0.6, dashes=(1, 3)
-            )
+            one.axhline(guess, color=style.INK, linewidth=0.6, dashes=(1, 3))
+            one.set_ylim(top=min(one.get_ylim()[1], 1.05 * guess))  # what diverged goes beyond
             one.set(xscale="log", xlabel=name)
+            style.short_ticks(one.xaxis)
         row[0].set_ylabel("loss on test tasks")
     for one, inner in zip(axes[0], inners, strict=True):
         one.set_title(f"inner rate {inner:g}")
