@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -33,7 +34,8 @@ def qualities(step: int, trial: fewshot.Trial, inner: float, config: Config) -> 
     tasks = trial.source.batch(range(config.quality_tasks), "val")
     device = trial.source.device
     double = replace(trial, model=copy.deepcopy(trial.model).double())
-    with computing_in("fp32", device):
+    exact: Tensor | None = None
+    with computing_in("fp32", device), suppress(mn.NonFiniteError):
         exact = vector(double.gradient(inner, mn.MAML(), tasks.to(torch.float64))[0])
     wanted: list[tuple[str, Precision]] = [(name, "fp32") for name in METHODS]
     wanted += [(name, precision) for precision in COARSE for name in (DIFFERENCE, m.MAML)]
@@ -52,14 +54,16 @@ _BLANK: Row = dict.fromkeys(("cosine", "error", "nu", "expected"))
 
 
 def _compared(
-    exact: Tensor, estimator: Estimator, tasks: TaskBatch, trial: fewshot.Trial, inner: float
+    exact: Tensor | None, estimator: Estimator, tasks: TaskBatch, trial: fewshot.Trial, inner: float
 ) -> Row:
     """Cosine and relative error, the ν or ε that was used, and the error that the estimate expects
-    of itself; NaN for an estimate that is not finite.
+    of itself; NaN where it or the exact gradient is not finite.
     """
     try:
         gradient, stats, nu = trial.gradient(inner, estimator, tasks)
     except mn.NonFiniteError:
+        exact = None
+    if exact is None:
         return {**_BLANK, "cosine": math.nan, "error": math.nan}
     found = vector(gradient).double()
     return {
