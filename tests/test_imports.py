@@ -34,7 +34,7 @@ LAYERS = (
     {"tuning", "setting", "evaluation", "split"},
     {"engine_choice"},
     {"adapting"},
-    {"learner", "gradcheck", "bilevel"},
+    {"learner", "gradcheck", "gradient_report", "bilevel"},
     {"testing"},
     {"training"},
     {"cli", "__main__"},

@@ -62,6 +62,12 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "outer-loss": {"iterations": 2, "steps": 3, "seeds": 1, "tasks": 1, "dim": 4, "rates": (0.1,
     1.0), "limit_steps": (3,)},
+    "transformer": {
+        "inner_rates": (0.1,), "meta_rates": (1e-3, 3e-3), "tuning": 1, "iterations": 2, "seeds": 1,
+        "methods": ("MAML by differences", "MAML"),
+        "points": (0, 2), "tasks": 1, "quality_tasks": 1, "val_tasks": 1, "test_tasks": 2,
+        "symbols": 8, "length": 4, "sequences": 2, "width": 4, "heads": 1, "steps": 2,
+    },
 }  # fmt: skip
 
 

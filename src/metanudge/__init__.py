@@ -30,7 +30,8 @@ if TYPE_CHECKING:
         ZeroGradientWarning,
     )
     from metanudge.evaluation import Evaluation
-    from metanudge.gradcheck import GradientReport, check_gradient
+    from metanudge.gradcheck import check_gradient
+    from metanudge.gradient_report import GradientReport
     from metanudge.learner import MetaLearner
     from metanudge.rates import InnerRates
     from metanudge.solvers import LBFGS, GradientDescent, Nesterov, NewtonCG, TorchOptimizer
@@ -54,7 +55,8 @@ _HOMES = {
         "Stats",
         "ZeroGradientWarning",
     ),
-    "gradcheck": ("GradientReport", "check_gradient"),
+    "gradcheck": ("check_gradient",),
+    "gradient_report": ("GradientReport",),
     "evaluation": ("Evaluation",),
     "learner": ("MetaLearner",),
     "rates": ("InnerRates",),

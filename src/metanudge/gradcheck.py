@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from metanudge.adapting import Tasks
 from metanudge.engines import Cost, Engine, InplaceEngine, StackedEngine, StackingError
+from metanudge.engines.precision import precision_of
 from metanudge.estimators import (
     FOBMAML,
     FOMAML,
@@ -28,96 +29,18 @@ from metanudge.estimators import (
     meta_gradient,
 )
 from metanudge.estimators.run import advice_on
+from metanudge.gradient_report import GradientReport, Quality
 from metanudge.learner import MetaLearner
 from metanudge.objective import Objective
 from metanudge.problem import Problem
 from metanudge.solvers import LBFGS, NewtonCG, Solver
 from metanudge.task import TaskBatch
-from metanudge.tuning import NuTuner, Where, is_automatic
+from metanudge.tuning import NuTuner, ProductsWarning, Where, is_automatic
 
 DEFAULT_NUS = (1e-3, 1e-2, 1e-1, 0.5)
 LARGEST_DENSE = 1000
 # In float64: ν⁴ of the stencil, and 1e-10/ν of optima found to that precision.
 BY_DIFFERENCES = FOBMAML(nu=1e-4, stencil="five-point", nudge="gradient", start="solution")
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How one estimator compares with the exact meta-gradients; NaN where a target could not be
-    had.
-
-    Attributes:
-        estimator: its name and options.
-        nu: its nudge, if it has one.
-        cosine_implicit, error_implicit: against the implicit gradient at the inner optimum (what
-            FO-B-MAML and iMAML aim at).
-        cosine_adaptation, error_adaptation: against the gradient of the K-step adaptation (what
-            MAML computes).
-    """
-
-    estimator: str
-    nu: float | None
-    cosine_implicit: float
-    error_implicit: float
-    cosine_adaptation: float
-    error_adaptation: float
-
-
-@dataclass(frozen=True)
-class GradientReport:
-    """The rows of a `check_gradient`, printable as a table.
-
-    Attributes:
-        rows: one per estimator and ν.
-        parameters, tasks: size of the problem that was checked.
-        optimum_residual: ‖∇g‖ at the point taken for the inner optimum; the implicit target is only
-            as good as this is small.
-        agreement: cosine between the two exact answers; far from 1 means K steps do not come close
-            to the optimum.
-        residual_growth: ‖∇g‖ after the solver's steps over that at θ; above 1 the inner loop is
-            unstable, and no estimator can be expected to resemble the exact gradient of the
-            adaptation.
-        advice: what to change where it is above 1.
-        notes: what could not be computed, and why.
-    """
-
-    rows: tuple[Quality, ...]
-    parameters: int
-    tasks: int
-    optimum_residual: float
-    agreement: float
-    residual_growth: float
-    advice: str
-    notes: tuple[str, ...]
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """The rows as plain dicts."""
-        return [asdict(row) for row in self.rows]
-
-    def __str__(self) -> str:
-        width = max(len("estimator"), *(len(row.estimator) for row in self.rows))
-        pair = f"{'cosine':>8}  {'relative error':>14}"
-        lines = [
-            f"{self.parameters} parameters, {self.tasks} tasks, float64",
-            f"{'':{width}}         against the implicit gradient   against the K-step adaptation",
-            f"{'estimator':{width}}  {'ν':>6}  {pair}     {pair}",
-        ]
-        for row in self.rows:
-            nu = "–" if row.nu is None else f"{row.nu:.3g}"
-            implicit = _pair(row.cosine_implicit, row.error_implicit)
-            adaptation = _pair(row.cosine_adaptation, row.error_adaptation)
-            lines.append(f"{row.estimator:{width}}  {nu:>6}  {implicit}     {adaptation}")
-        lines.append(
-            f"cosine of the two exact gradients {_number(self.agreement, '.4f')}, residual at the"
-            f" optimum {self.optimum_residual:.1g}, inner residual after the steps"
-            f" ×{self.residual_growth:.3g}"
-        )
-        if self.residual_growth > 1:
-            lines.append(
-                "The inner residual grows: lr is above the stable 2/(curvature + lam). To mend it,"
-                f" {self.advice}."
-            )
-        return "\n".join((*lines, *self.notes))
 
 
 def check_gradient(
@@ -161,7 +84,8 @@ def check_gradient(
         >>> [row.estimator for row in report.rows]
         ['FOMAML', 'FOBMAML symmetric, loss nudge', 'FOBMAML symmetric, loss nudge, automatic ν']
     """
-    batch = TaskBatch.of(tasks)[:max_tasks].to(torch.float64)
+    own = TaskBatch.of(tasks)[:max_tasks]
+    batch = own.to(torch.float64)
     problem = _double(learner)
     notes: list[str] = []
     # One engine for all keeps the random numbers of all the same.
@@ -181,6 +105,7 @@ def check_gradient(
         adaptation, _ = gradient(MAML(), learner.solver)
     except (TypeError, ValueError, RuntimeError) as error:
         notes.append(f"No gradient of the K-step adaptation: {error}")
+    usual = estimators is None
     chosen = _usual(learner.estimator) if estimators is None else estimators
     rows = []
     for estimator in _with_every_nu(chosen, nus):
@@ -201,7 +126,35 @@ def check_gradient(
         residual_growth=residual_growth,
         advice=advice_on(problem, learner.solver),
         notes=tuple(notes),
+        differences=_differences(learner, own, engine, seed, (implicit, adaptation))
+        if usual
+        else None,
     )
+
+
+def _differences(
+    learner: MetaLearner,
+    batch: TaskBatch,
+    engine: Engine,
+    seed: int,
+    targets: tuple[Tensor | None, Tensor | None],
+) -> Quality | None:
+    """Of `MAML(products="difference")` in the model's own precision, in which kinks may spoil what
+    float64 still resolves.
+    """
+    problem, estimator = learner.problem(), MAML(products="difference")
+    where = Where(solver=learner.solver, engine=engine, seed=seed, first=0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ProductsWarning)  # the verdict says it
+            ready = NuTuner().settled(estimator, problem, batch, **where)
+        g, _ = meta_gradient(problem, batch, estimator=ready, metrics=False, **where)
+    except (TypeError, ValueError, RuntimeError, FloatingPointError):
+        return None
+    flat = torch.cat([leaf.flatten() for leaf in g.values()]).double()
+    compared = [number for target in targets for number in _compare(flat, target)]
+    name = f'MAML(products="difference") in {precision_of(problem).value}'
+    return Quality(name, None, *compared)
 
 
 def _double(learner: MetaLearner) -> Problem:
@@ -327,11 +280,3 @@ def _compare(g: Tensor, target: Tensor | None) -> tuple[float, float]:
     scale = float(target.norm())
     cosine = float(torch.nn.functional.cosine_similarity(g, target, dim=0))
     return cosine, float((g - target).norm()) / scale if scale > 0 else math.nan
-
-
-def _pair(cosine: float, error: float) -> str:
-    return f"{_number(cosine, '.4f'):>8}  {_number(error, '.3g'):>14}"
-
-
-def _number(value: float, spec: str) -> str:
-    return "–" if math.isnan(value) else format(value, spec)

@@ -56,7 +56,7 @@ from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
 
 _FEW, _MANY = 10, 50
-_WORTH_HAVING = 0.3
+WORTH_HAVING = 0.3
 _UNKNOWN = -1.0
 
 
@@ -381,7 +381,7 @@ class ProductsWarning(UserWarning):
 
 
 def _warn_of_kinks(found: NuEstimate) -> None:
-    if found.error < _WORTH_HAVING:
+    if found.error < WORTH_HAVING:
         return
     warnings.warn(
         "Hessian products by differences are not worth having here: at no ε are MAML's gradients"

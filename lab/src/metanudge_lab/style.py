@@ -29,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "FO-B-MAML from": {"color": "#123f7a", "marker": "h", **_OURS},
     "FO-B-MAML tangent": {"color": "#7c4dd6", "marker": "^", **_OURS},
     "MAML": {"color": "#d1495b", "marker": "v", **_BASELINE},
+    "MAML by differences": {"color": "#b5127a", "marker": "d", **_OURS},
     "iMAML": {"color": "#e07b00", "marker": "P", **_BASELINE},
     "iMAML, 2": {"color": "#f0b35a", "marker": "1", **_BASELINE},
     "iMAML, 10": {"color": "#a55300", "marker": "X", **_BASELINE},

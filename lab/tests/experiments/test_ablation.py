@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -15,25 +16,39 @@ from metanudge_lab.experiments import ablation, fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Measured, Result
 from metanudge_lab.experiments.network_errors import curvature
-from metanudge_lab.experiments.variants import POINTS, Variant, all_variants, trained_variants
+from metanudge_lab.experiments.variants import (
+    AT_EQUAL_COST,
+    POINTS,
+    Choice,
+    Other,
+    Variant,
+    all_variants,
+    equal_cost_choices,
+    trained_choices,
+)
 
 CPU = torch.device("cpu")
 
 
 def ablation_result(
-    accuracies: dict[Variant, float], more: dict[Variant, float] | None = None
+    accuracies: dict[Choice, float],
+    more: dict[Choice, float] | None = None,
+    at_equal_cost: dict[Choice, float] | None = None,
 ) -> Result[ablation.Config]:
     config = ablation.Config(steps=(5,), omniglot_seeds=0)
 
     def measured() -> Iterator[Measured]:
-        for variant in trained_variants(config.options):
-            for seed in range(2):
+        for view, choices, known in (
+            ("", trained_choices(config.options), accuracies),
+            (AT_EQUAL_COST, equal_cost_choices(config.options), at_equal_cost or {}),
+        ):
+            for choice, seed in itertools.product(choices, range(2)):
                 found = {
-                    "accuracy": accuracies.get(variant, 0.9),
-                    "accuracy_more": (more or {}).get(variant, 0.8),
+                    "accuracy": known.get(choice, 0.9),
+                    "accuracy_more": (more or {}).get(choice, 0.8),
                 }
                 yield Measured(
-                    {"part": "mnist1d", **variant.keys, "seed": seed},
+                    {"part": f"mnist1d{view}", **choice.keys, "seed": seed},
                     [{**found, "ci95": 0.01, "ci95_more": 0.01}],
                     0.0,
                     0,
@@ -78,6 +93,34 @@ def test_the_verdict_on_the_defaults_follows_the_rows() -> None:
     assert ablation.judge(failing).status == "reproduced", (
         "one training in two ended in NaN: no noise, whatever its interval"
     )
+
+
+def test_estimators_that_nudge_nothing_are_compared_at_equal_steps_and_at_equal_cost() -> None:
+    other = Other("MAML by differences")
+    steps = ablation.judge(ablation_result({other: 0.95}))
+    assert steps.status == "partly"
+    assert "estimator = MAML by differences (+0.050 on MNIST-1D)" in steps.reason
+    assert "at equal cost = " not in steps.reason, "it costs more than it brings"
+    cost = ablation.judge(ablation_result({}, at_equal_cost={other: 0.95}))
+    assert (
+        "estimator at equal cost = MAML by differences (+0.050 on MNIST-1D, equal cost)"
+        in cost.reason
+    )
+    cells = ablation.cells(ablation.Config())
+    assert {"part": "omniglot, equal cost", "method": "FO-MAML", "seed": 1} in cells
+
+
+def test_equal_cost_is_as_many_gradients_as_the_default_takes() -> None:
+    """K = 5: two nudged solves of 5 support and 5 query gradients each for the default; 5 and 1 for
+    FO-MAML, 3·5 and 1 for MAML by differences, 2·5, 1 and 5 products for that by autograd.
+    """
+    config = ablation.Config(sinusoid_iterations=3, test_tasks=1, more_steps=1)
+    expected = {"FO-MAML": 6, "MAML by differences": 16, "MAML, autograd products": 21}
+    for name, gradients in expected.items():
+        cell = {"part": "sinusoid, equal cost", "method": name, "seed": 0}
+        (row,) = ablation.measure(cell, config, CPU)
+        assert row["gradients"] == gradients
+        assert row["iterations"] == round(3 * 20 / gradients)
 
 
 def test_a_trained_variant_is_tested_with_more_steps_too() -> None:

@@ -17,7 +17,7 @@ from metanudge.training.errors import UserError
 from metanudge_lab.experiments import store
 from metanudge_lab.experiments.__main__ import main
 from metanudge_lab.experiments.base import Measured, Result, json_safe
-from metanudge_lab.experiments.run import Options, check_names, run
+from metanudge_lab.experiments.run import Options, check_names, run, take
 from metanudge_lab.provenance import COMMIT_VARIABLE, commit_of
 from toy_experiment import Config, toy
 
@@ -47,6 +47,24 @@ def test_quick_and_full_lie_apart(tmp_path: Path) -> None:
     assert (tmp_path / "toy.json").is_file()
     assert (tmp_path / "quick" / "toy.json").is_file()
     assert [result.mode for result in store.find(toy(), tmp_path)] == ["full", "quick"]
+
+
+def test_cells_measured_in_pieces_are_joined(tmp_path: Path) -> None:
+    how = {"mode": "full", "device": "cpu"}
+    for seed in (0, 1):
+        run(toy(), Options(folder=tmp_path / str(seed), pattern=f"seed={seed}", **how))
+    options = Options(folder=tmp_path, **how)
+    joined = take(toy(), options, [tmp_path / "0", tmp_path / "1"])
+    assert store.read(toy(), file_of(options)) == joined
+    assert [cell["seed"] for cell in joined.missing] == [2, 2]
+    assert len(joined.machines) == len({json.dumps(machine) for machine in joined.machines})
+    assert take(toy(), options, [tmp_path / "1"]) == joined, "what is there stays"
+    assert run(toy(), options).complete, "and the rest can be measured"
+    with pytest.raises(UserError, match=r"There is no .*none"):
+        take(toy(), options, [tmp_path / "none"])
+    run(toy(), replaced := Options(folder=tmp_path / "other", **how), config=Config(seeds=1))
+    with pytest.raises(UserError, match=r"other.*another configuration \(seeds: 1 → 3\)"):
+        take(toy(), options, [replaced.folder])
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,13 @@ def main(argv: list[str] | None = None) -> int:
         metavar="PATTERN",
         help="only cells whose label contains or matches it, such as 'seed=0'",
     )
+    parser.add_argument(
+        "--take",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="measure nothing; add the cells of NAME.json in these folders to that of --out",
+    )
     parser.add_argument("--restart", action="store_true", help="forget what was measured before")
     options = parser.parse_args(argv)
     try:
@@ -66,7 +73,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
     from metanudge.names import clock
     from metanudge_lab.experiments import load
-    from metanudge_lab.experiments.run import Options, check_names, run
+    from metanudge_lab.experiments.run import Options, check_names, run, take
     from metanudge_lab.experiments.store import result_file
     from metanudge_lab.progress import progress
 
@@ -81,7 +88,10 @@ def _measure(arguments: argparse.Namespace) -> int:
             pattern=arguments.cells,
             restart=arguments.restart,
         )
-        result = run(load(name), options, progress=show)
+        if arguments.take:
+            result = take(load(name), options, arguments.take)
+        else:
+            result = run(load(name), options, progress=show)
         missing = f"{len(result.missing)} cells missing" if result.missing else "complete"
         show.note(
             f"{name}: {missing}, {clock(result.seconds)} of measuring, in"

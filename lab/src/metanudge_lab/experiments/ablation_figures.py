@@ -11,12 +11,14 @@ from metanudge_lab import style
 from metanudge_lab.experiments.base import Drawing, Result
 from metanudge_lab.experiments.network_errors import TARGETS
 from metanudge_lab.experiments.variants import (
+    AT_EQUAL_COST,
     DATA,
     POINTS,
+    Choice,
     Variant,
     accuracy,
     cosine,
-    trained_variants,
+    trained_choices,
 )
 
 NUDGES = {
@@ -72,12 +74,12 @@ def cosines(result: Result[Any]) -> Drawing:
 
 def accuracies(result: Result[Any], parts: Sequence[str]) -> Drawing:
     """One line for each trained variant, one panel for each data set; open markers for more steps
-    of adaptation than in training.
+    of adaptation than in training, crosses for as many gradients as the default takes.
     """
     variants = [
         v
-        for v in trained_variants(result.config.options)
-        if any(accuracy(result, part, v) for part in parts)
+        for v in trained_choices(result.config.options)
+        if any(accuracy(result, part + view, v) for part in parts for view in ("", AT_EQUAL_COST))
     ]
     figure, axes = style.figure(
         len(parts),
@@ -105,27 +107,37 @@ def accuracies(result: Result[Any], parts: Sequence[str]) -> Drawing:
     )
 
 
-def _panel(axes: Any, result: Result[Any], part: str, variants: Sequence[Variant]) -> None:
+def _panel(axes: Any, result: Result[Any], part: str, variants: Sequence[Choice]) -> None:
     for place, variant in enumerate(reversed(variants)):
         found, more = (
             accuracy(result, part, variant, key) for key in ("accuracy", "accuracy_more")
         )
-        dot: dict[str, Any] = {"color": NUDGES[variant.nudge], "marker": "o", "markersize": 5}
+        dot: dict[str, Any] = {"color": _colour(variant), "marker": "o", "markersize": 5}
         if found is not None:
             interval = None if math.isnan(found.ci95) else found.ci95
             axes.errorbar(found.mean, place, xerr=interval, linewidth=1.4, **dot)
             if more is not None:
                 axes.plot(more.mean, place, fillstyle="none", linestyle="", **dot)
+        equal = accuracy(result, part + AT_EQUAL_COST, variant)
+        if equal is not None and variant != Variant.default():
+            axes.plot(equal.mean, place, linestyle="", **dot | {"marker": "x"})
     base = accuracy(result, part, Variant.default())
     if base is not None:
         axes.axvline(base.mean, color=style.INK, linewidth=0.8, linestyle=(0, (1, 3)))
     low, high = axes.get_xlim()
     what = "accuracy on test tasks" if part in ("mnist1d", "omniglot") else "variance explained"
     axes.set(
-        xlabel=f"{what} (open: {result.config.more_steps} steps)",
+        xlabel=f"{what} (open: {result.config.more_steps} steps; ×: equal cost)",
         title=DATA[part],
         xlim=(max(low, -0.05), min(high, 1.02)),
     )
+
+
+def _colour(choice: Choice) -> str:
+    found = (
+        NUDGES[choice.nudge] if isinstance(choice, Variant) else style.line(choice.name)["color"]
+    )
+    return str(found)
 
 
 def _cosine_alt(result: Result[Any], steps: int) -> str:

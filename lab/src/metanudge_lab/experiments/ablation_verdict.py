@@ -8,15 +8,21 @@ from typing import Any
 from metanudge_lab.experiments.base import Result, Verdict
 from metanudge_lab.experiments.network_errors import TARGETS
 from metanudge_lab.experiments.variants import (
+    AT_EQUAL_COST,
+    OTHERS,
     POINTS,
+    Choice,
+    Other,
     Variant,
     accuracy,
     compared,
     cosine,
     name_of,
+    trained_choices,
     trained_variants,
 )
 
+VIEWS = {"": "estimator", AT_EQUAL_COST: "estimator at equal cost"}
 NOISE = 0.005  # accuracies closer than this are alike, whatever the seeds say
 
 
@@ -27,6 +33,8 @@ def judge(result: Result[Any]) -> Verdict:
     default = Variant.default()
     options = result.config.options
     found = {key: _best(result, default, key, values) for key, values in options.items()}
+    for view, name in VIEWS.items():
+        found[name] = _best_other(result, default, view)
     beaten = {key: one for key, one in found.items() if one is not None}
     other = default.changed("nudge", "gradient" if default.nudge == "loss" else "loss")
     steps = min(result.config.steps)
@@ -35,12 +43,13 @@ def judge(result: Result[Any]) -> Verdict:
         for point in POINTS
         for key in TARGETS
     )
+    everywhere = [one for view in VIEWS for one in compared(result, view)]
     measured = (
         f"The defaults ({default}) reach {_numbers(result, default)}; with the {other.nudge} nudge"
         f" it is {_numbers(result, other)}. Their cosine at K = {steps} is {quality}."
-        f" {'; '.join(_highest(result, *one) for one in compared(result))}."
+        f" {'; '.join(_highest(result, *one) for one in everywhere)}."
     )
-    kept = [key for key in options if key not in beaten]
+    kept = [key for key in found if key not in beaten]
     held = (
         f"No other choice is better somewhere and worse nowhere: {', '.join(kept) or 'none'}."
         f" {_by_cosine(result, default)}"
@@ -83,11 +92,11 @@ def _by_cosine(result: Result[Any], default: Variant) -> str:
 
 def _highest(result: Result[Any], part: str, key: str) -> str:
     means = {
-        variant: accuracy(result, part, variant, key)
-        for variant in trained_variants(result.config.options)
+        choice: accuracy(result, part, choice, key)
+        for choice in trained_choices(result.config.options)
     }
-    known = {variant: found.mean for variant, found in means.items() if found is not None}
-    best = max(known, key=lambda variant: known[variant])
+    known = {choice: found.mean for choice, found in means.items() if found is not None}
+    best = max(known, key=lambda choice: known[choice])
     return f"The highest of all on {name_of(result, part, key)} is {known[best]:.3f} ({best})"
 
 
@@ -105,20 +114,40 @@ def _best(
         if pair[1] not in trained_variants(result.config.options):
             same = default.changed("nu", Variant.paper().nu)
             pair = same, same.changed(key, value)
-        gains = [
-            (one, gain, noise)
-            for one in compared(result)
-            for gain, noise in _gain(result, *pair, *one)
-        ]
-        better = [(one, gain) for one, gain, noise in gains if gain > noise]
-        if better and not any(gain < -noise for _, gain, noise in gains):
-            text = ", ".join(f"{gain:+.3f} on {name_of(result, *one)}" for one, gain in better)
-            found.append((max(gain for _, gain in better), value, text))
+        found += [(gain, value, text) for gain, text in _only_better(result, *pair)]
     return max(found)[1:] if found else None
 
 
+def _best_other(result: Result[Any], default: Variant, view: str) -> tuple[str, str] | None:
+    """The same among estimators that nudge nothing."""
+    found = [
+        (gain, name, text)
+        for name in OTHERS
+        for gain, text in _only_better(result, default, Other(name), view)
+    ]
+    return max(found)[1:] if found else None
+
+
+def _only_better(
+    result: Result[Any], default: Variant, other: Choice, view: str = ""
+) -> list[tuple[float, str]]:
+    """By how much another choice is better than the default at most, and where; nothing where it is
+    not, or is worse anywhere.
+    """
+    gains = [
+        (one, gain, noise)
+        for one in compared(result, view)
+        for gain, noise in _gain(result, default, other, *one)
+    ]
+    better = [(one, gain) for one, gain, noise in gains if gain > noise]
+    if not better or any(gain < -noise for _, gain, noise in gains):
+        return []
+    text = ", ".join(f"{gain:+.3f} on {name_of(result, *one)}" for one, gain in better)
+    return [(max(gain for _, gain in better), text)]
+
+
 def _gain(
-    result: Result[Any], default: Variant, other: Variant, part: str, key: str
+    result: Result[Any], default: Variant, other: Choice, part: str, key: str
 ) -> list[tuple[float, float]]:
     """How much better another variant is than the default, and what may be noise; nothing where one
     was not measured.

@@ -5,10 +5,12 @@ on others.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +18,18 @@ from torch import Tensor, nn
 import metanudge as mn
 from metanudge.estimators import Estimator
 from metanudge.evaluation import ci95
+from metanudge.params import Params
+from metanudge.task import TaskBatch
 from metanudge.tasks import Episodes
 from metanudge.tasks.episodes import Split
 from metanudge.training.loop import Course, Trainer
+from metanudge.tuning import ProductsWarning
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Row
 from metanudge_lab.experiments.working import Diary, working_folder
 
 AT_ONCE = 100  # tasks evaluated side by side
+PRODUCT = 2  # gradients that a Hessian product counts as: what it takes by differences
 CHECKPOINT_EVERY = 1000  # meta-steps, of which a crash may cost as many
 
 
@@ -37,6 +43,7 @@ class Recipe:
         iterations: meta-steps.
         tasks: per meta-step.
         cosine: let the meta-learning rate fall to 0 along a cosine.
+        save_every: meta-steps between checkpoints, if not `CHECKPOINT_EVERY`.
     """
 
     inner: float
@@ -44,6 +51,12 @@ class Recipe:
     iterations: int
     tasks: int = 16
     cosine: bool = False
+    save_every: int | None = None
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Meta-steps between checkpoints."""
+        return self.save_every or CHECKPOINT_EVERY
 
     @property
     def rates(self) -> dict[str, float]:
@@ -54,7 +67,7 @@ class Recipe:
     def course(self) -> Course:
         """For the trainer."""
         schedule: Literal["cosine", "constant"] = "cosine" if self.cosine else "constant"
-        return Course(self.iterations, self.tasks, schedule, checkpoint_every=CHECKPOINT_EVERY)
+        return Course(self.iterations, self.tasks, schedule, checkpoint_every=self.checkpoint_every)
 
 
 @dataclass
@@ -87,17 +100,40 @@ class Trial:
         """The learner with this inner learning rate, at the initial weights."""
         self.model.load_state_dict(self._initial)
         if inner not in self._learners or self.learn_lr is not None:
-            solver = mn.GradientDescent(lr=inner, steps=self.steps)
-            loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
-            self._learners[inner] = mn.MetaLearner(
-                self.model,
-                loss,
-                lam=self.lam,
-                learn_lr=self.learn_lr,
-                solver=solver,
-                estimator=self.estimator,
-            )
+            self._learners[inner] = self._make(inner, self.estimator)
         return self._learners[inner]
+
+    def _make(self, inner: float, estimator: Estimator, **options: Any) -> mn.MetaLearner:
+        solver = mn.GradientDescent(lr=inner, steps=self.steps)
+        loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
+        return mn.MetaLearner(
+            self.model,
+            loss,
+            lam=self.lam,
+            learn_lr=self.learn_lr,
+            solver=solver,
+            estimator=estimator,
+            **options,
+        )
+
+    def gradient(
+        self, inner: float, estimator: Estimator, tasks: TaskBatch
+    ) -> tuple[Params, mn.Stats, float | None]:
+        """A meta-gradient at the model's present weights by any estimator, its statistics, and the
+        ν or ε that was used.
+        """
+        learner = self._make(inner, estimator, compile=False)
+        with _quiet():
+            found, stats = learner.meta_gradient(tasks, metrics=False)
+        return found, stats, stats.nu if stats.nu is not None else learner.tuner.nu
+
+    def cost(self, inner: float, estimator: Estimator | None = None) -> float:
+        """Gradients that a meta-step takes for each task: support, query, and `PRODUCT` for each
+        Hessian product. Looks at a ν or ε that chooses itself are counted by the tuner.
+        """
+        task = self.source.batch([0])
+        _, spent, _ = self.gradient(inner, estimator or self.estimator, task)
+        return spent.support_gradients + spent.query_gradients + PRODUCT * spent.hessian_products
 
     def train(
         self,
@@ -134,14 +170,15 @@ class Trial:
             if see is not None and step in at:
                 see(step, learner)
                 diary.write(step)
-            elif step % CHECKPOINT_EVERY == 0:
+            elif step % recipe.checkpoint_every == 0:
                 diary.write(step)
 
         trainer.on_step = note
         if trainer.step == 0:
             note(0)
         try:
-            trainer.run()
+            with _quiet():
+                trainer.run()
         except mn.NonFiniteError:
             return False
         return True
@@ -167,13 +204,23 @@ class Trial:
         return float(self.scores(recipe, split=split, tasks=tasks)[0].mean())
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that differences are not worth having: what they are worth is
+    measured.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ProductsWarning)
+        yield
+
+
 def _checkpoints(recipe: Recipe) -> Path | None:
     """Where the checkpoints of a training go; None where it is too short for any, or where none
     could be read again.
     """
     place = working_folder()
     readable = importlib.util.find_spec("safetensors") is not None
-    if place is None or recipe.iterations <= CHECKPOINT_EVERY or not readable:
+    if place is None or recipe.iterations <= recipe.checkpoint_every or not readable:
         return None
     name = f"{recipe.iterations}-steps-inner-{recipe.inner:g}-meta-{recipe.rate:g}"
     folder = place / name / "checkpoints"

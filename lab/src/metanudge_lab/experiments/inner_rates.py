@@ -175,7 +175,7 @@ def judge(result: Result[Config]) -> Verdict:
             parts.append(f"{method} {more.mean:+.3f} ± {more.ci95:.3f}")
             contrary = "is worse" if worse else "cannot be told from MAML"
             statements.append(
-                (
+                Statement(
                     better,
                     f"on {problem} {method} is better than MAML",
                     f"on {problem} {method} {contrary}",

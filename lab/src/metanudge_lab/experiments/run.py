@@ -111,6 +111,30 @@ def run(
     return result
 
 
+def take(experiment: Experiment[Any], options: Options, folders: Iterable[Path]) -> Result[Any]:
+    """Add the cells of results in other folders, measured in pieces or on several machines, to
+    those of the options' folder, and save them there. What is there already stays.
+    """
+    file = store.result_file(options.folder, experiment.name, options.mode)
+    result = _former(experiment, file, options, experiment.configuration(options.mode))
+    for folder in folders:
+        source = store.result_file(folder, experiment.name, options.mode)
+        if not source.is_file():
+            raise UserError(f"There is no {source}. Name folders that were given as --out.")
+        if differences := store.changes(experiment, source, result.config):
+            raise UserError(
+                f"{source} was measured under another configuration ({'; '.join(differences)})."
+                " Cells of different configurations cannot be joined."
+            )
+        found = store.read(experiment, source)
+        for one in found.measured:
+            if one.cell in result.missing:
+                result, machine = _with_machine(result, found.machines[one.machine])
+                result = _with_cell(result, replace(one, machine=machine))
+    store.save(file, result)
+    return result
+
+
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
     """The experiments of these names, `all` for every one; `UserError` suggests the nearest for an
     unknown name.

@@ -1,4 +1,4 @@
-"""The ways to make an FO-B-MAML estimate, as values of cells and rows."""
+"""The ways to make an estimate, as values of cells and rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import metanudge as mn
+from metanudge.estimators import Estimator
 from metanudge_lab.experiments.base import Cell, Result, Row
 from metanudge_lab.experiments.spread import Mean, Spread
 
@@ -18,6 +19,13 @@ DATA = {
     "omniglot": "Omniglot",
     "sinusoid": "sinusoids",
     "overshoot": "sinusoids with large steps",
+}
+AT_EQUAL_COST = ", equal cost"  # after the name of the data: as many gradients as the default takes
+# Not part of a config: more may be added without measuring anew what there is.
+OTHERS: dict[str, Estimator] = {
+    "FO-MAML": mn.FOMAML(),
+    "MAML, autograd products": mn.MAML(products="autograd"),
+    "MAML by differences": mn.MAML(products="difference"),
 }
 Options = Mapping[str, Sequence[str]]  # for each of nudge, start, stencil, nu
 
@@ -79,6 +87,34 @@ class Variant:
         return f"{self.nudge}, {self.start}, {self.stencil}{nu}"
 
 
+@dataclass(frozen=True)
+class Other:
+    """An estimator that nudges nothing, by its name in `OTHERS`."""
+
+    name: str
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """As in cells and rows."""
+        return {"method": self.name}
+
+    @property
+    def estimator(self) -> Estimator:
+        """What it stands for."""
+        return OTHERS[self.name]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Choice = Variant | Other
+
+
+def choice_of(cell: Cell | Row) -> Choice:
+    """That of a cell or row."""
+    return Other(str(cell["method"])) if "method" in cell else Variant.of(cell)
+
+
 def all_variants(options: Options) -> list[Variant]:
     """Every nudge, start, stencil and ν."""
     made = (Variant(*chosen) for chosen in itertools.product(*options.values()))
@@ -103,12 +139,30 @@ def trained_variants(options: Options) -> list[Variant]:
     return list(dict.fromkeys(found))
 
 
-def accuracy(
-    result: Result[Any], part: str, variant: Variant, key: str = "accuracy"
-) -> Mean | None:
-    """Mean over the seeds with its interval, that over the tasks where there is one seed; `key` may
-    be "accuracy_more".
+def trained_choices(options: Options) -> list[Choice]:
+    """All that are trained for equally many meta-steps."""
+    return [*trained_variants(options), *map(Other, OTHERS)]
+
+
+def equal_cost_choices(options: Options) -> list[Choice]:
+    """Those that are also trained with as many gradients as the default takes: what is one choice
+    away from it, and the others.
     """
+    default, known = Variant.default(), trained_variants(options)
+    near = [
+        default.changed(key, value)
+        for key in ("nudge", "start", "stencil")
+        for value in options[key]
+    ]
+    return [*(one for one in near if one in known and one != default), *map(Other, OTHERS)]
+
+
+def accuracy(result: Result[Any], part: str, variant: Choice, key: str = "accuracy") -> Mean | None:
+    """Mean over the seeds with its interval, that over the tasks where there is one seed; `key` may
+    be "accuracy_more". The default costs as much as itself.
+    """
+    if variant == Variant.default():
+        part = part.removesuffix(AT_EQUAL_COST)
     found = result.values(key, part=part, **variant.keys)
     if len(found) == 1:
         return Mean(
@@ -123,18 +177,20 @@ def cosine(result: Result[Any], key: str, point: str, steps: int, variant: Varia
     return Spread.of(found).median if found else math.nan
 
 
-def compared(result: Result[Any]) -> list[tuple[str, str]]:
-    """By what variants are compared: data, and accuracy with as many steps as in training or with
-    more.
+def compared(result: Result[Any], view: str = "") -> list[tuple[str, str]]:
+    """By what choices are compared: data, and accuracy with as many steps as in training or with
+    more; after equally many meta-steps, or `AT_EQUAL_COST`.
     """
     return [
-        (part, key)
+        (part + view, key)
         for part in DATA
-        if result.rows(part=part)
+        if result.rows(part=part + view)
         for key in ("accuracy", "accuracy_more")
     ]
 
 
 def name_of(result: Result[Any], part: str, key: str) -> str:
     """What is compared, in words."""
-    return DATA[part] + ("" if key == "accuracy" else f", {result.config.more_steps} steps")
+    data = part.removesuffix(AT_EQUAL_COST)
+    more = "" if key == "accuracy" else f", {result.config.more_steps} steps"
+    return DATA[data] + part.removeprefix(data) + more
