@@ -38,9 +38,9 @@ class Hypergradient:
         residual: ‖∂_φ g‖ at φ_0; 0 at an exact solution.
         steps: steps of the un-nudged solve.
         nu: nudge used; None for estimators without one.
-        error: estimated relative error of the difference from nudged solves that stopped early, Σ_j
-            |c_j| residual_j / (ν ‖∂_φ f‖); errors that the solves share cancel, so it is a cautious
-            one. None for estimators without a difference.
+        error: estimated relative error of the difference from nudged solves that stopped early,
+            `Σ_j |c_j| residual_j / (ν ‖∂_φ f‖)`; errors that the solves share cancel, so it is a
+            cautious one. None for estimators without a difference.
         linear_residual: relative residual of the linear system of `IMAML` and `Exact`; None for the
             others.
         inner_gradients, outer_gradients, hessian_products: backward passes through each function,
