@@ -50,11 +50,11 @@ for _ in range(15):
     result = mn.hypergradient(inner, outer, x, phi)
     x.grad, phi = result.gradient, result.phi
     optimizer.step()
-weights = x.sigmoid()
+weights = [x.sigmoid()[chosen].tolist() for chosen in (~wrong, wrong)]
 print(f"right on the test set, trained on all labels  {accuracy(first.phi):.0%}")
 print(f"right on the test set, weights learned        {accuracy(phi):.0%}")
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-axes.hist([weights[~wrong], weights[wrong]], bins=20, label=["right label", "wrong label"])
+axes.hist(weights, bins=20, label=["right label", "wrong label"])
 axes.set(xlabel="learned weight", ylabel="examples")
 axes.legend()
 figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "cleaning.png")

@@ -17,7 +17,7 @@ import metanudge as mn
 STEPS = (1, 2, 5, 10)
 torch.manual_seed(0)
 source = mn.tasks.MNIST1D(ways=3, shots=5, queries=10, seed=0)
-test = source.batch(range(100), "test")  # made of examples that no training task holds
+test = source.batch(range(60), "test")  # made of examples that no training task holds
 learner = mn.MetaLearner(
     mn.models.Conv1D(ways=3),
     torch.nn.functional.cross_entropy,
@@ -39,7 +39,7 @@ def nearest_mean(task: mn.Task) -> float:
 
 untrained = curve()
 optimizer = torch.optim.Adam(learner.parameters(), lr=1e-2)
-for tasks in source.batches(size=16, count=50):
+for tasks in source.batches(size=16, count=40):
     optimizer.zero_grad()
     learner.backward(tasks, metrics=False)
     optimizer.step()

@@ -42,19 +42,19 @@ torch.manual_seed(0)
 conv4 = mn.models.Conv4(ways=5, channels=16)
 learner = mn.MetaLearner(conv4, torch.nn.functional.cross_entropy, lam=2.0)
 optimizer = torch.optim.Adam(learner.parameters(), lr=1e-2)
-for tasks in source.batches(size=4, count=40):
+for tasks in source.batches(size=4, count=30):
     optimizer.zero_grad()
     learner.backward(tasks, metrics=False)
     optimizer.step()
-test = source.batch(range(50), "test")  # of classes that no training task holds
+test = source.batch(range(40), "test")  # of classes that no training task holds
 print(f"nearest class mean of pixels  {sum(map(nearest_mean, test)) / len(test):.0%}")
 print(f"metanudge                     {learner.evaluate(test).mean_accuracy:.0%}")
 task = test[0]
 said = learner.adapt(task.support)(task.query[0]).argmax(1)  # adapt gives an ordinary module
 figure, axes = plt.subplots(2, 5, figsize=(6, 3), layout="constrained")
 for c in range(5):
-    axes[0, c].imshow(task.support[0][c, 0], cmap="gray")
+    axes[0, c].imshow(task.support[0][c, 0].numpy(), cmap="gray")
     axes[0, c].set_title(f"example of {c}", fontsize=8)
-    axes[1, c].imshow(task.query[0][5 * c, 0], cmap="gray")
+    axes[1, c].imshow(task.query[0][5 * c, 0].numpy(), cmap="gray")
     axes[1, c].set_title(f"a {c}, taken for {said[5 * c]}", fontsize=8)
 figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "own_images.png")

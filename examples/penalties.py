@@ -55,6 +55,6 @@ for name, (x, steps) in cases.items():
     penalties, phi = learn(x.clone(), steps)
     print(f"penalty {name:12} test error {error(phi, test):.2f}")
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-axes.bar(range(20), penalties, color=["#0d9488"] * 5 + ["#d1495b"] * 15)
+axes.bar(range(20), penalties.tolist(), color=["#0d9488"] * 5 + ["#d1495b"] * 15)
 axes.set(yscale="log", xlabel="feature; the first five carry information", ylabel="penalty")
 figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "penalties.png")

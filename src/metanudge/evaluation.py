@@ -15,6 +15,7 @@ from metanudge.engines import Cost, Engine, InplaceEngine
 from metanudge.engines.inplace import InplaceInner
 from metanudge.estimators import NonFiniteError
 from metanudge.estimators.run import advice_on
+from metanudge.html_table import html_table
 from metanudge.problem import Objective, Problem
 from metanudge.solvers import Solver
 from metanudge.task import Batch, Task, TaskBatch
@@ -54,6 +55,14 @@ class Evaluation:
                 f" {self.accuracy_ci95:.2%}"
             )
         return f"{text} ({len(self.loss)} tasks)"
+
+    def _repr_html_(self) -> str:
+        loss, loss_before = (f"{float(x.mean()):.4g}" for x in (self.loss, self.loss_before))
+        rows = [("query loss", loss_before, loss)]
+        if not math.isnan(self.mean_accuracy):
+            after = f"{self.mean_accuracy:.2%} ± {self.accuracy_ci95:.2%}"
+            rows.append(("accuracy", f"{float(self.accuracy_before.mean()):.2%}", after))
+        return html_table(rows, head=(f"{len(self.loss)} tasks", "before", "after adaptation"))
 
 
 def ci95(values: Tensor) -> float:

@@ -26,6 +26,7 @@ from metanudge.estimators import (
     meta_gradient,
 )
 from metanudge.estimators.run import advice_on
+from metanudge.html_table import html_table
 from metanudge.learner import MetaLearner, Tasks
 from metanudge.problem import Objective, Problem
 from metanudge.solvers import NewtonCG, Solver
@@ -102,17 +103,39 @@ class GradientReport:
             implicit = _pair(row.cosine_implicit, row.error_implicit)
             adaptation = _pair(row.cosine_adaptation, row.error_adaptation)
             lines.append(f"{row.estimator:{width}}  {nu:>6}  {implicit}     {adaptation}")
-        lines.append(
+        return "\n".join((*lines, *self._remarks()))
+
+    def _remarks(self) -> list[str]:
+        """What the table can be believed for."""
+        first = (
             f"cosine of the two exact gradients {_number(self.agreement, '.4f')}, residual at the"
             f" optimum {self.optimum_residual:.1g}, inner residual after the steps"
             f" ×{self.residual_growth:.3g}"
         )
-        if self.residual_growth > 1:
-            lines.append(
-                "The inner residual grows: lr is above the stable 2/(curvature + lam). To mend it,"
-                f" {self.advice}."
+        if self.residual_growth <= 1:
+            return [first, *self.notes]
+        grows = (
+            "The inner residual grows: lr is above the stable 2/(curvature + lam). To mend it,"
+            f" {self.advice}."
+        )
+        return [first, grows, *self.notes]
+
+    def _repr_html_(self) -> str:
+        head = (
+            f"{self.parameters} parameters, {self.tasks} tasks",
+            "ν",
+            *("cosine, implicit", "error", "cosine, K steps", "error"),
+        )
+        rows = [
+            (
+                row.estimator,
+                "–" if row.nu is None else f"{row.nu:.3g}",
+                *_pair(row.cosine_implicit, row.error_implicit).split(),
+                *_pair(row.cosine_adaptation, row.error_adaptation).split(),
             )
-        return "\n".join((*lines, *self.notes))
+            for row in self.rows
+        ]
+        return html_table(rows, head=head, notes=self._remarks())
 
 
 def check_gradient(
