@@ -24,12 +24,11 @@ version = release = metanudge.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["_build"]
-myst_enable_extensions = ["colon_fence", "dollarmath", "substitution"]
+myst_enable_extensions = ["colon_fence", "substitution"]
 myst_substitutions = measured.substitutions()
 myst_heading_anchors = 3
 
@@ -69,7 +68,7 @@ class Help(SphinxDirective):
         asked = [*self.arguments, "--help"]
         done = subprocess.run(
             [sys.executable, "-m", "metanudge", *asked],
-            env={**os.environ, "COLUMNS": "92", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"},
+            env={**os.environ, "COLUMNS": "88", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"},
             capture_output=True,
             encoding="utf-8",
             timeout=60,

@@ -42,7 +42,7 @@ def trained(variant: str) -> list[str]:
     for part in PARTS:
         of_part = [row for cell in cells if cell["cell"]["part"] == part for row in cell["rows"]]
         pair = [100 * mean(row[key] for row in of_part) for key in ("accuracy", "accuracy_more")]
-        found.append(" / ".join(f"{value:.1f}" for value in pair) if any(pair) else "NaN")
+        found.append("\u00a0/\u00a0".join(f"{value:.1f}" for value in pair) if any(pair) else "NaN")
     return found
 
 

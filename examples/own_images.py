@@ -1,8 +1,6 @@
-"""Your own images: a folder with one sub-folder per class, and a learner for new classes.
+"""Your own images, one sub-folder per class: a learner for new classes, against the nearest pixels.
 
-    python examples/own_images.py [PICTURE] [FOLDER]
-
-Without a folder it first draws one. The baseline is the nearest class mean of the pixels.
+python examples/own_images.py [PICTURE] [FOLDER]     # draws a folder where none is given
 """
 
 import sys
@@ -49,9 +47,10 @@ for tasks in source.batches(size=4, count=30):
 test = source.batch(range(40), "test")  # of classes that no training task holds
 print(f"nearest class mean of pixels  {sum(map(nearest_mean, test)) / len(test):.0%}")
 print(f"metanudge                     {learner.evaluate(test).mean_accuracy:.0%}")
-task = test[0]
-said = learner.adapt(task.support)(task.query[0]).argmax(1)  # adapt gives an ordinary module
-figure, axes = plt.subplots(2, 5, figsize=(6, 3), layout="constrained")
+task = test[0]  # adapt gives an ordinary module for it
+said = learner.adapt(task.support)(task.query[0]).argmax(1)
+bare = {"xticks": (), "yticks": ()}
+figure, axes = plt.subplots(2, 5, figsize=(6, 2.8), layout="constrained", subplot_kw=bare)
 for c in range(5):
     axes[0, c].imshow(task.support[0][c, 0].numpy(), cmap="gray")
     axes[0, c].set_title(f"example of {c}", fontsize=8)
