@@ -76,7 +76,9 @@ def substitutions() -> dict[str, str]:
     table = ["| | MNIST-1D | Omniglot | sinusoids | sinusoids, steps that overshoot |"]
     table += ["|---|---|---|---|---|"]
     table += [f"| `{name}` | {' | '.join(trained(name))} |" for name in VARIANTS]
-    values = {"trained_table": "\n".join(table)}
+    cells = [c["cell"] for c in rows("ablation")["cells"] if c["cell"]["part"] == PARTS[0]]
+    tried = {(c["nudge"], c["start"], c["stencil"], c["nu"]) for c in cells}
+    values = {"trained_table": "\n".join(table), "variants": str(len(tried))}
     for name in ("memory-cnn", "memory-steps", "bias-rates", "auto-nu", "gradient-quality"):
         values[name.replace("-", "_")] = sentence(name)
     for row in rows("bench/omniglot-cuda-tf32")["rows"]:
