@@ -39,5 +39,5 @@ for place, activation in zip(axes, ("tanh", "relu"), strict=True):
     place.axhline(report.rows[-1].error_implicit, color="grey", linestyle="--", label="FO-MAML")
     place.set(xlabel="ν", title=activation)
 axes[0].set_ylabel("relative error of the meta-gradient")
-axes[0].legend()
+axes[0].legend(loc="lower right")
 figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "gradient_quality.png")
