@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
+SITE := $(VENV)/.site
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 # Every version is pinned, also those of whatever pip builds in an environment of its own: older pips read the first there, newer ones the second.
@@ -32,10 +33,11 @@ test-numerics: $(TOOLS)  ## what compares to tolerances of rounding: plain CPU, 
 test-brittle: $(TOOLS)  ## tests that once were brittle, with 20 changes of θ by an ulp
 	for seed in $$(seq 20); do $(PYTEST) -q --perturb $$seed $(BRITTLE) || exit 1; done
 
-check: $(TOOLS)  ## format, lint, types, tests and the examples in the docs, and the numerical tests on a plain CPU
+check: $(TOOLS)  ## format, lint, types, documentation, tests with every example in it, and the numerical tests on a plain CPU
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(MAKE) docs
 	$(MAKE) test-numerics
 	$(MAKE) test
 
@@ -50,11 +52,11 @@ bench: $(READY)  ## speed and memory beside other libraries (pip install -e 'lab
 	$(BIN)/python benchmarks/episodes.py --out runs/bench
 	$(BIN)/metanudge bench
 
-docs: $(TOOLS)  ## run every example in the docstrings and in the README
-	$(BIN)/python -m pytest --doctest-modules src lab/src tests/test_readme.py -q
+docs: $(SITE)  ## the documentation, without a network: docs/_build/html/index.html
+	$(BIN)/python -m sphinx -q -W --keep-going -n -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs docs/_build .pytest_cache .mypy_cache .ruff_cache
 
 $(READY): pyproject.toml lab/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"metanudge needs Python 3.11 or newer; {sys.executable} is {v.major}.{v.minor}. Set PYTHON=python3.11 (or newer).")'
@@ -66,4 +68,8 @@ $(READY): pyproject.toml lab/pyproject.toml constraints.txt
 
 $(TOOLS): $(READY)
 	$(PIP) -e '.[dev]' -e lab hatchling editables  # the last two so that a test sees whether all they need is pinned
+	@touch $@
+
+$(SITE): $(TOOLS)
+	$(PIP) -e '.[docs]'
 	@touch $@

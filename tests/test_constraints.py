@@ -38,6 +38,7 @@ def needed() -> dict[str, str | None]:
     named = [
         *project["dependencies"],
         *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["docs"],
         *LAB["project"]["dependencies"],
     ]
     queue = [

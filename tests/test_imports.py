@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "metanudge"
 # Every unit (a module or a folder of the package) may import units of lower layers, and of its own
 # layer.
 LAYERS = (
-    {"version", "names"},
+    {"version", "names", "html_table"},
     {"params", "spread", "task"},
     {"proximal", "objective"},
     {"rates"},

@@ -16,6 +16,7 @@ from metanudge.engines import Cost, Engine, InplaceEngine
 from metanudge.engines.undisturbed import Guard, claimed, restored, stands_still
 from metanudge.estimators import NonFiniteError
 from metanudge.estimators.run import advice_on
+from metanudge.html_table import html_table
 from metanudge.objective import Objective
 from metanudge.params import Params
 from metanudge.problem import Problem, is_constant
@@ -58,6 +59,14 @@ class Evaluation:
                 f" {self.accuracy_ci95:.2%}"
             )
         return f"{text} ({len(self.loss)} tasks)"
+
+    def _repr_html_(self) -> str:
+        loss, loss_before = (f"{float(x.mean()):.4g}" for x in (self.loss, self.loss_before))
+        rows = [("query loss", loss_before, loss)]
+        if not math.isnan(self.mean_accuracy):
+            after = f"{self.mean_accuracy:.2%} ± {self.accuracy_ci95:.2%}"
+            rows.append(("accuracy", f"{float(self.accuracy_before.mean()):.2%}", after))
+        return html_table(rows, head=(f"{len(self.loss)} tasks", "before", "after adaptation"))
 
 
 def ci95(values: Tensor) -> float:

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from metanudge.html_table import html_table
 from metanudge.tuning import WORTH_HAVING
 
 
@@ -113,17 +114,39 @@ class GradientReport:
             implicit = _pair(row.cosine_implicit, row.error_implicit)
             adaptation = _pair(row.cosine_adaptation, row.error_adaptation)
             lines.append(f"{row.estimator:{width}}  {nu:>6}  {implicit}     {adaptation}")
-        lines.append(
+        return "\n".join((*lines, *self._remarks()))
+
+    def _remarks(self) -> list[str]:
+        """What the table says, and can be believed for."""
+        first = (
             f"cosine of the two exact gradients {_number(self.agreement, '.4f')}, residual at the"
             f" optimum {self.optimum_residual:.1g}, inner residual after the steps"
             f" ×{self.residual_growth:.3g}"
         )
+        remarks = [first]
         if self.residual_growth > 1:
-            lines.append(
+            remarks.append(
                 "The inner residual grows: lr is above the stable 2/(curvature + lam). To mend it,"
                 f" {self.advice}."
             )
-        return "\n".join((*lines, *filter(None, [self.verdict]), *self.notes))
+        return [*remarks, *filter(None, [self.verdict]), *self.notes]
+
+    def _repr_html_(self) -> str:
+        head = (
+            f"{self.parameters} parameters, {self.tasks} tasks",
+            "ν",
+            *("cosine, implicit", "error", "cosine, K steps", "error"),
+        )
+        rows = [
+            (
+                row.estimator,
+                "–" if row.nu is None else f"{row.nu:.3g}",
+                *_pair(row.cosine_implicit, row.error_implicit).split(),
+                *_pair(row.cosine_adaptation, row.error_adaptation).split(),
+            )
+            for row in self.rows
+        ]
+        return html_table(rows, head=head, notes=self._remarks())
 
 
 def _pair(cosine: float, error: float) -> str:

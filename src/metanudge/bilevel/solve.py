@@ -21,6 +21,7 @@ from metanudge.engines import Cost
 from metanudge.engines.undisturbed import uninterrupted
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, NonFiniteError
 from metanudge.estimators.total import MetaGradient
+from metanudge.html_table import html_table
 from metanudge.params import norm
 from metanudge.solvers import LBFGS, Nesterov, Solver
 from metanudge.solvers.base import check_positive
@@ -38,9 +39,9 @@ class Hypergradient:
         residual: ‖∂_φ g‖ at φ_0; 0 at an exact solution.
         steps: steps of the un-nudged solve.
         nu: nudge used; None for estimators without one.
-        error: estimated relative error of the difference from nudged solves that stopped early, Σ_j
-            |c_j| residual_j / (ν ‖∂_φ f‖); errors that the solves share cancel, so it is a cautious
-            one. None for estimators without a difference.
+        error: estimated relative error of the difference from nudged solves that stopped early,
+            `Σ_j |c_j| residual_j / (ν ‖∂_φ f‖)`; errors that the solves share cancel, so it is a
+            cautious one. None for estimators without a difference.
         linear_residual: relative residual of the linear system of `IMAML` and `Exact`; None for the
             others.
         inner_gradients, outer_gradients, hessian_products: backward passes through each function,
@@ -60,23 +61,28 @@ class Hypergradient:
     outer_gradients: int
     hessian_products: int
 
-    def __str__(self) -> str:
+    def _facts(self) -> dict[str, str]:
         leaves = [leaf for leaf in pytree.tree_leaves(self.gradient) if leaf is not None]
         size = math.sqrt(sum(float(leaf.double().square().sum()) for leaf in leaves))
-        parts = [
-            f"outer {self.outer:.4g}, inner {self.inner:.4g}",
-            f"residual {self.residual:.2g} after {self.steps} steps",
-        ]
-        if self.nu is not None:
-            parts.append(f"ν {self.nu:g}")
-        if self.error is not None:
-            parts.append(f"error from unconverged solves at most about {self.error:.1g}")
-        if self.linear_residual is not None:
-            parts.append(f"linear residual {self.linear_residual:.1g}")
         cost = f"{self.inner_gradients} inner and {self.outer_gradients} outer gradients"
         if self.hessian_products:
             cost += f", {self.hessian_products} Hessian products"
-        return ", ".join([f"|hypergradient| {size:.4g}", *parts, cost])
+        facts = {"|hypergradient|": f"{size:.4g}", "outer": f"{self.outer:.4g}"}
+        facts |= {"inner": f"{self.inner:.4g}"}
+        facts |= {"residual": f"{self.residual:.2g} after {self.steps} steps"}
+        if self.nu is not None:
+            facts["ν"] = f"{self.nu:g}"
+        if self.error is not None:
+            facts["error from unconverged solves"] = f"at most about {self.error:.1g}"
+        if self.linear_residual is not None:
+            facts["linear residual"] = f"{self.linear_residual:.1g}"
+        return facts | {"cost": cost}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self._facts().items())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._facts().items())
 
 
 def hypergradient(

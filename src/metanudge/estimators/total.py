@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Cost, Inner, Measured
+from metanudge.html_table import html_table
 from metanudge.params import Params, combined, condensed, joined
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solution
@@ -74,19 +75,24 @@ class Stats:
         """
         return self.residual > self.residual_start
 
-    def __str__(self) -> str:
-        parts = [f"query loss {self.query_loss_before:.4g} → {self.query_loss:.4g}"]
+    def _facts(self) -> dict[str, str]:
+        facts = {"query loss": f"{self.query_loss_before:.4g} → {self.query_loss:.4g}"}
         if not math.isnan(self.query_accuracy):
-            parts.append(f"accuracy {self.query_accuracy_before:.1%} → {self.query_accuracy:.1%}")
-        parts.append(f"inner residual {self.residual_start:.3g} → {self.residual:.3g}")
-        if self.diverged:
-            parts[-1] += " (grew: try a smaller lr)"
+            facts["accuracy"] = f"{self.query_accuracy_before:.1%} → {self.query_accuracy:.1%}"
+        grew = " (grew: try a smaller lr)" if self.diverged else ""
+        facts["inner residual"] = f"{self.residual_start:.3g} → {self.residual:.3g}{grew}"
         if self.nu is not None:
-            parts.append(f"ν {self.nu:.3g}")
-        parts.append(f"|meta-gradient| {self.gradient_norm:.3g}, {self.tasks} tasks, {self.engine}")
-        if self.path:
-            parts.append(self.path)
-        return ", ".join(parts)
+            facts["ν"] = f"{self.nu:.3g}"
+        return facts | {"|meta-gradient|": f"{self.gradient_norm:.3g}"}
+
+    def __str__(self) -> str:
+        parts = [f"{name} {value}" for name, value in self._facts().items()]
+        where = (f"{self.tasks} tasks", self.engine, self.path)
+        return ", ".join((*parts, *filter(None, where)))
+
+    def _repr_html_(self) -> str:
+        where = {"tasks": str(self.tasks), "engine": self.engine, "path": self.path}
+        return html_table((name, value) for name, value in (self._facts() | where).items() if value)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,100 @@
+"""Numbers for README and documentation, from the rows in results/: nothing is typed by hand there
+that is not compared with this (`tests/test_docs.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+# what is written in the tables → (nudge, start, ν) in the ablation
+VARIANTS = {
+    "FOBMAML()": ("loss", "theta", "auto"),
+    "FOBMAML(nu=0.1)": ("loss", "theta", "0.1"),
+    'FOBMAML(start="shifted")': ("loss", "shifted", "auto"),
+    'FOBMAML(nudge="gradient")': ("gradient", "theta", "auto"),
+}
+PARTS = ("mnist1d", "omniglot", "sinusoid", "overshoot")
+
+
+def rows(name: str) -> Any:
+    """A file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def trained(variant: str) -> list[str]:
+    """Percent after training, with 5 steps / with 16, on each part of the ablation; a training that
+    ended in NaN counts 0 there.
+    """
+    nudge, start, nu = VARIANTS[variant]
+    cells = [
+        cell
+        for cell in rows("ablation")["cells"]
+        if cell["cell"].get("stencil") == "symmetric"
+        and (cell["cell"]["nudge"], cell["cell"]["start"], cell["cell"]["nu"]) == (nudge, start, nu)
+    ]
+    found = []
+    for part in PARTS:
+        of_part = [row for cell in cells if cell["cell"]["part"] == part for row in cell["rows"]]
+        pair = [100 * mean(row[key] for row in of_part) for key in ("accuracy", "accuracy_more")]
+        found.append("\u00a0/\u00a0".join(f"{value:.1f}" for value in pair) if any(pair) else "NaN")
+    return found
+
+
+def bench(name: str, case: str = "omniglot-cuda-tf32") -> tuple[str, str]:
+    """Milliseconds and gigabytes of one meta-step."""
+    (row,) = (row for row in rows(f"bench/{case}")["rows"] if row["name"] == name)
+    ms = 1e3 * row["seconds"]["median"]
+    memory = row["memory_bytes"] or 0
+    return f"{ms:.1f}" if ms < 100 else f"{ms:.0f}", f"{memory / 1e9:.1f}"
+
+
+def sentence(experiment: str) -> str:
+    """What RESULTS.md says was measured."""
+    text = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
+    found = re.search(rf"^\| \[{experiment}\].*\| ([^|]+) \|$", text, re.MULTILINE)
+    assert found is not None, experiment
+    return found[1]
+
+
+def omniglot(method: str, meta_steps: int) -> tuple[str, str]:
+    """5-way 1-shot: percent with the 5 steps of training, and with 16, as in RESULTS.md's table."""
+    text = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
+    start = rf"^\| 5-way 1-shot \| {re.escape(method)} \| {meta_steps} \| "
+    found = re.search(start + r"([^|]+) \| ([^|]+) \|", text, re.MULTILINE)
+    assert found is not None, method
+    return found[1], found[2]
+
+
+def substitutions() -> dict[str, str]:
+    """What pages write as {{ name }}."""
+    table = ["| | MNIST-1D | Omniglot | sinusoids | sinusoids, steps that overshoot |"]
+    table += ["|---|---|---|---|---|"]
+    table += [f"| `{name}` | {' | '.join(trained(name))} |" for name in VARIANTS]
+    cells = [c["cell"] for c in rows("ablation")["cells"] if c["cell"]["part"] == PARTS[0]]
+    tried = {(c["nudge"], c["start"], c["stencil"], c["nu"]) for c in cells}
+    values = {"trained_table": "\n".join(table), "variants": str(len(tried))}
+    for name in ("memory-cnn", "memory-steps", "bias-rates", "auto-nu", "gradient-quality"):
+        values[name.replace("-", "_")] = sentence(name)
+    for row in rows("bench/omniglot-cuda-tf32")["rows"]:
+        key = row["name"].replace("-", "_")
+        values[f"{key}_ms"], values[f"{key}_gb"] = bench(row["name"])
+    for row in rows("bench/omniglot-cuda-bf16")["rows"]:
+        values[f"{row['name'].replace('-', '_')}_bf16_ms"] = bench(
+            row["name"], "omniglot-cuda-bf16"
+        )[0]
+    best = "FO-B-MAML gradient nudge, shifted start, ν = 0.5"
+    values["omniglot_long"] = omniglot(best, 40000)[0]
+    for key, name in (
+        ("loss", "FO-B-MAML"),
+        ("gradient", "FO-B-MAML gradient nudge"),
+        ("maml", "MAML"),
+        ("fomaml", "FO-MAML"),
+    ):
+        values[f"omniglot_{key}"], values[f"omniglot_{key}_16"] = omniglot(name, 2000)
+    return values

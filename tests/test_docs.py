@@ -1,0 +1,175 @@
+"""What README and documentation show is true: their code runs, their numbers are those of results/,
+and their links lead somewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import metanudge as mn
+from documents import PAGES, ROOT, Page, anchors
+from metanudge.cli import main
+from trained_runs import write_images
+
+ALL = [Page(path) for path in PAGES]
+# A run of the command line as a page shows it, only smaller.
+SMALL = [
+    *("--tasks", "2", "--iterations", "2", "--eval-every", "0", "--test-tasks", "4"),
+    *("--solver", "gradient_descent:lr=0.1,steps=1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An empty folder to work in, and the random state of before."""
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def run(page: Page, names: dict[str, object], *, rivals: bool = False) -> dict[str, object]:
+    """A page's Python, in order; blocks that need a rival only where wanted."""
+    for block in page.blocks:
+        if block.language == "python" and not block.not_run and (rivals or not block.needs):
+            exec(compile(block.text, str(page), "exec"), names)
+    return names
+
+
+def with_python(pages: list[Page]) -> list[Page]:
+    return [page for page in pages if any(block.language == "python" for block in page.blocks)]
+
+
+def setting(page: Page) -> dict[str, object]:
+    """What a page builds upon: those about other libraries on the first of them."""
+    if page.path.parent.name == "coming-from" and page.path.stem not in ("index", "betty"):
+        return run(Page(page.path.with_name("index.md")), {})
+    return {}
+
+
+@pytest.mark.parametrize("page", with_python(ALL), ids=str)
+def test_python_runs(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(page, setting(page))
+    if page.path.name == "README.md":
+        assert names["stats"].support_gradients == 10  # type: ignore[attr-defined]
+        assert "against the implicit gradient" in capsys.readouterr().out
+        assert all(p.grad is not None for p in names["learner"].parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rival", ["higher", "torchopt", "betty", "learn2learn"])
+@pytest.mark.filterwarnings("ignore")  # the rivals are old
+def test_their_loop_gives_our_gradient(rival: str) -> None:
+    if importlib.util.find_spec(rival) is None:
+        pytest.skip(f"{rival} is not installed: pip install 'metanudge-lab[rivals]'")
+    page = Page(ROOT / "docs" / "coming-from" / f"{rival}.md")
+    names = setting(page)
+    found = []
+    for block in page.blocks:
+        if block.language == "python":
+            exec(compile(block.text, str(page), "exec"), names)
+            if "model" in names:
+                found.append([p.grad.clone() for p in names["model"].parameters()])  # type: ignore[attr-defined]
+    theirs, ours = found if "model" in names else ([names["theirs"]], [names["ours"]])
+    error = torch.cat([(a - b).flatten() for a, b in zip(theirs, ours, strict=True)]).norm()
+    assert error < 1e-6 * torch.cat([b.flatten() for b in ours]).norm()
+
+
+def test_every_block_runs_or_says_why_not() -> None:
+    """Python runs above and the commands of `start.md` below; text is a script's recorded output,
+    and the rest are directives.
+    """
+
+    def runs(page: Page, language: str) -> bool:
+        return language == "python" or (language == "console" and page.path.name == "start.md")
+
+    bare = [
+        f"{page}: {block.text.splitlines()[0]}"
+        for page in ALL
+        for block in page.blocks
+        if not (runs(page, block.language) or block.not_run or block.language.startswith("{"))
+    ]
+    assert not bare, "\n".join(bare)
+    assert sum(len(page.blocks) for page in ALL) > 40, "they were found"
+
+
+def test_start_here_from_nothing_to_a_learner_on_a_folder(tmp_path: Path) -> None:
+    """Exactly what the page says, only shorter trainings."""
+    write_images(tmp_path / "photos", [f"class{number}" for number in range(20)], each=6)
+    write_images(tmp_path / "few", ["a", "b", "c"], each=1)
+    write_images(tmp_path / "many", ["."], each=4)
+    page = Page(ROOT / "docs" / "start.md")
+    lines = [
+        line
+        for block in page.blocks
+        if block.language == "console" and not block.not_run
+        for line in block.text.splitlines()
+    ]
+    assert len(lines) == 4
+    for line in lines:
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "metanudge"
+        short = SMALL if arguments[0] == "train" else []
+        assert main([*arguments, *short]) == 0, line
+    said = (tmp_path / "predictions.csv").read_text(encoding="utf-8").splitlines()
+    assert len(said) == 1 + 4
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for page in ALL:
+        for target in page.links():
+            file, _, anchor = target.partition("#")
+            path = (page.path.parent / file).resolve() if file else page.path
+            text = (
+                path.read_text(encoding="utf-8") if path.suffix == ".md" and path.exists() else ""
+            )
+            for included in re.findall(r"```\{include\} (\S+)", text):
+                text += (path.parent / included).read_text(encoding="utf-8")
+            if not path.exists() or (anchor and anchor not in anchors(text)):
+                broken.append(f"{page}: {target}")
+    assert not broken, "\n".join(broken)
+    assert sum(len(page.links()) for page in ALL) > 40, "they were found"
+
+
+def test_numbers_of_the_readme_are_those_of_the_results(script) -> None:
+    measured = script(ROOT / "docs" / "measured.py")
+    names = {"fobmaml": "FO-B-MAML", "fobmaml-gradient": "FO-B-MAML gradient nudge"}
+    names |= {"maml": "MAML", "fomaml": "FO-MAML"}
+    table = [
+        tuple(cell.strip() for cell in line.split("|")[3:6])
+        for line in Page(ROOT / "README.md").text.splitlines()
+        if "±" in line and line.startswith("| `")
+    ]
+    assert table == [
+        (measured.bench(key)[0], *measured.omniglot(name, 2000)) for key, name in names.items()
+    ]
+
+
+def test_the_readme_is_short_and_its_first_screen_has_the_essentials() -> None:
+    lines = Page(ROOT / "README.md").text.splitlines()
+    assert len(lines) <= 120
+    for needed in ("make run", "make test", "learner.backward(tasks)", "learner.adapt("):
+        assert needed in "\n".join(lines[:40])
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = (ROOT / "docs" / "reference" / "api").glob("*.md")
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    missing = [
+        name
+        for name in mn.__all__
+        if name != "__version__" and not re.search(rf":: metanudge\.{name}\b", text)
+    ]
+    assert not missing, "add them to a page in docs/reference/api"
+
+
+def test_every_command_is_in_the_reference() -> None:
+    from metanudge.cli.commands import OWN
+
+    text = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    assert re.findall(r"^```\{help\} (\w+)$", text, re.MULTILINE) == list(OWN)

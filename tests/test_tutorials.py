@@ -1,0 +1,45 @@
+"""The scripts of the tutorials run, and say what their pages show."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+RECORD = Path(__file__).parents[1] / "docs" / "record.py"
+NAMES = ("first_learner", "own_images", "penalties", "cleaning", "gradient_quality")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_says_what_is_recorded(
+    name: str, script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path))
+    record = script(RECORD)
+    assert record.NAMES == NAMES
+    assert len((record.EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()) <= 60
+    said = record.run(name, tmp_path / "picture.png")
+    assert_alike(said, (record.RECORDED / f"{name}.txt").read_text("utf-8"))
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def assert_alike(said: str, recorded: str) -> None:
+    """The same words, and the same numbers up to what other CPUs make of them: a training carries
+    rounding up to a few of a hundred right answers; below 1e-5 only rounding is left.
+    """
+    number = r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?%?"
+    assert re.sub(number, "0", said).split() == re.sub(number, "0", recorded).split()
+    for ours, theirs in zip(re.findall(number, said), re.findall(number, recorded), strict=True):
+        a, b = (float(text.rstrip("%")) for text in (ours, theirs))
+        allowed = 10 if ours.endswith("%") else max(0.05 * abs(b), 1e-5)
+        assert abs(a - b) <= allowed, (ours, theirs)
+
+
+def test_a_changed_output_would_be_seen() -> None:
+    assert_alike("metanudge 81%\n", "metanudge 84%\n")
+    for other in ("metanudge 60%\n", "metanudge: 84%\n", "error 0.84\n"):
+        with pytest.raises(AssertionError):
+            assert_alike(other, "metanudge 84%\n")
+    with pytest.raises(AssertionError):
+        assert_alike("error 0.9", "error 0.8")
