@@ -6,7 +6,9 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from metanudge.engine_choice import EngineChoice, Wish
@@ -22,6 +24,7 @@ from metanudge.evaluation import (
 from metanudge.setting import Setting, at_work
 from metanudge.solvers import Solver
 from metanudge.task import Batch, Task, TaskBatch
+from metanudge.tuning import NuTuner
 
 Tasks = TaskBatch | Task | Iterable[Task]
 
@@ -31,6 +34,8 @@ class Adapting(Setting):
 
     solver: Solver
     compiled: bool
+    calls: int
+    tuner: NuTuner
     _choice: EngineChoice
 
     @abstractmethod
@@ -113,3 +118,23 @@ class Adapting(Setting):
     def choose_engine(self, batch: TaskBatch) -> tuple[Engine, str]:
         """The engine for a batch, and why."""
         return self._choice.choose(self.problem(), batch, self._wish())
+
+    def get_extra_state(self) -> Tensor:
+        """What `state_dict` holds besides tensors: how many meta-gradients were made, which seeds
+        follow, and what was found about ν. One tensor, as files of tensors want it.
+        """
+        values = [self.calls, *self.tuner.numbers()]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Go on from `get_extra_state`'s result."""
+        calls, *numbers = state.tolist()
+        self.calls = int(calls)
+        self.tuner.load_numbers(numbers)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *more: Any, **named: Any
+    ) -> None:
+        """State dicts of version 0.1 have no such state: they begin with what there is."""
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
+        super()._load_from_state_dict(state_dict, prefix, *more, **named)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from metanudge.adapting import Adapting, Tasks
@@ -64,8 +63,7 @@ class MetaLearner(Adapting):
             returns a scalar.
         solver: how the inner problem is solved; 5 steps of gradient descent at 0.1 by default.
         estimator: how the meta-gradient is made; `FOBMAML()` by default.
-        engine: `"stacked"`, `"inplace"` or `"auto"`, which picks one and says which in the
-            statistics.
+        engine: `"stacked"`, `"inplace"` or `"auto"`: the statistics say which one it took.
         chunk: stacked engine only: how many solves (tasks × nudges) are held in memory at once.
             None for all; on a CUDA device for as many as its free memory holds, with second
             derivatives on a CPU for as many as are fast.
@@ -209,26 +207,6 @@ class MetaLearner(Adapting):
         """A meta-gradient was made, and has reached whom it was for."""
         self.tuner.count()
         self.calls += 1
-
-    def get_extra_state(self) -> Tensor:
-        """What `state_dict` holds besides tensors: how many meta-gradients were made, which seeds
-        follow, and what was found about ν. One tensor, as files of tensors want it.
-        """
-        values = [self.calls, *self.tuner.numbers()]
-        return torch.tensor(values, dtype=torch.float64)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Go on from `get_extra_state`'s result."""
-        calls, *numbers = state.tolist()
-        self.calls = int(calls)
-        self.tuner.load_numbers(numbers)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *more: Any, **named: Any
-    ) -> None:
-        """State dicts of version 0.1 have no such state: they begin with what there is."""
-        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
-        super()._load_from_state_dict(state_dict, prefix, *more, **named)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what is no solver or estimator where it is given."""

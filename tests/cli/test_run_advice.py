@@ -14,6 +14,7 @@ from metanudge.cli import main
 from metanudge.solvers import GradientDescent, Nesterov
 from metanudge.training import plan, runs, trainer
 from metanudge.training.config import TrainConfig
+from metanudge.training.device import computing_in
 from metanudge.training.errors import UserError
 from metanudge.training.plan import check_steps
 from metanudge.training.progress import DivergenceWatch, DurationWatch
@@ -192,7 +193,7 @@ def test_tf32_on_a_cpu_is_said_to_change_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "tf32" / "metrics.jsonl").read_bytes() == (
         tmp_path / "fp32" / "metrics.jsonl"
     ).read_bytes()
-    with runs.precision(TrainConfig("sinusoid", precision="tf32"), torch.device("cpu")):
+    with computing_in("tf32", torch.device("cpu")):
         assert torch.get_float32_matmul_precision() == "highest"
 
 

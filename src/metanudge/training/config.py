@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from metanudge.names import near, printable
+from metanudge.names import near
 from metanudge.training.device import Precision
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, check_text
 from metanudge.training.files import SEAL, is_intact, parse_json, read_text, seal
 from metanudge.training.upgrade import typed, upgrade
 from metanudge.version import __version__
@@ -216,7 +216,7 @@ class TrainConfig:
         what uses it.
         """
         for name, value in self.to_dict().items():
-            _check_text(flag(name), value)
+            check_text(flag(name), value)
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -305,7 +305,7 @@ class TrainConfig:
                 )
         checked = {key: typed(key, value, kinds[key], where) for key, value in values.items()}
         for key, value in checked.items():
-            _check_text(f"{where}: {key}", value)
+            check_text(f"{where}: {key}", value)
         return cls(**checked)
 
     @classmethod
@@ -387,19 +387,3 @@ def own_code(model: str) -> tuple[str, str, str] | None:
     """
     module, attribute, options = [*model.split(":", 2), "", ""][:3]
     return (module, attribute, options) if attribute and "=" not in attribute else None
-
-
-def _check_text(what: str, value: Any) -> None:
-    """Settings are written to files and shown on terminals: all must be text, and none may give a
-    terminal orders.
-    """
-    if not isinstance(value, str):
-        return
-    if printable(value) != value:
-        raise UserError(f"{what} is {value!r}, which has control characters in it. Remove them.")
-    if value != value.encode(errors="ignore").decode():
-        name = value.encode(errors="surrogateescape")
-        raise UserError(
-            f"{what} {name!r} is not valid UTF-8, so no configuration can hold it. Rename the file"
-            " or folder."
-        )

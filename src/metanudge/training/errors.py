@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from metanudge.names import printable
+
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_BAD_INPUT = 2
@@ -232,3 +234,19 @@ def _leave(number: int, message: str = "") -> None:
     if message and os.environ.get("RANK", "0") == "0":
         os.write(2, f"metanudge: {message}\n".encode())
     os._exit(CODES[number])
+
+
+def check_text(what: str, value: Any) -> None:
+    """Settings are written to files and shown on terminals: all must be text, and none may give a
+    terminal orders.
+    """
+    if not isinstance(value, str):
+        return
+    if printable(value) != value:
+        raise UserError(f"{what} is {value!r}, which has control characters in it. Remove them.")
+    if value != value.encode(errors="ignore").decode():
+        name = value.encode(errors="surrogateescape")
+        raise UserError(
+            f"{what} {name!r} is not valid UTF-8, so no configuration can hold it. Rename the file"
+            " or folder."
+        )

@@ -27,7 +27,7 @@ from metanudge.tasks import Episodes
 from metanudge.training import continuing, sources, specs
 from metanudge.training.config import TrainConfig
 from metanudge.training.continuing import Plan
-from metanudge.training.device import environment
+from metanudge.training.device import device_called, environment
 from metanudge.training.distributed import Group
 from metanudge.training.errors import UserError
 from metanudge.training.files import (
@@ -117,7 +117,7 @@ def read_data(
     against the run that goes on.
     """
     group, note = around.group, around.note
-    device = sources.choose_device(config)
+    device = device_called(config.device)
     check_sinks(config.sinks)
     remembered = (
         sources.DataShapes.from_dict(plan.checkpoint.state["shapes"])

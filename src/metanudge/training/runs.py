@@ -26,6 +26,7 @@ from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig
+from metanudge.training.device import computing_in
 from metanudge.training.errors import UserError
 from metanudge.training.loop import load_weights
 from metanudge.training.sources import (
@@ -33,8 +34,6 @@ from metanudge.training.sources import (
     build_learner,
     build_source,
     check_splits,
-    choose_device,
-    precision,
     resolve,
 )
 from metanudge.training.trust import check_trust
@@ -72,7 +71,7 @@ class Run:
 
     def precision(self) -> Any:
         """A context in which the learner computes as it did in training."""
-        return precision(self.config, next(self.learner.parameters()).device)
+        return computing_in(self.config.precision, next(self.learner.parameters()).device)
 
 
 def load(
@@ -189,10 +188,8 @@ __all__ = [
     "build_learner",
     "build_source",
     "check_splits",
-    "choose_device",
     "load",
     "load_weights",
-    "precision",
     "read_config",
     "resolve",
 ]

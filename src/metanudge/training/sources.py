@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -28,7 +27,7 @@ from metanudge.tasks.standardise import Standardisation
 from metanudge.testing.curvature import curvature
 from metanudge.training import specs
 from metanudge.training.config import GIVEN, LearnLr, TrainConfig, flag
-from metanudge.training.device import computing_in, device_called
+from metanudge.training.device import device_called
 from metanudge.training.errors import UserError
 from metanudge.training.spec_language import known, normal, show_options, split_options
 from metanudge.training.specs import Shapes, convert, options_of
@@ -308,17 +307,12 @@ def check_splits(config: TrainConfig, source: Episodes) -> None:
 # The learner
 
 
-def choose_device(config: TrainConfig) -> torch.device:
-    """The device of a run."""
-    return device_called(config.device)
-
-
 def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
     """The learner that a configuration describes, with its initial weights, on its device.
 
     `shapes` is an episode source, or anything else that says what the tasks look like.
     """
-    device = choose_device(config)
+    device = device_called(config.device)
     solver, estimator = (
         specs.build_solver(config.solver, shapes.kind),
         specs.build_estimator(config.estimator),
@@ -402,8 +396,3 @@ def _measured(config: TrainConfig, source: Given) -> str:
         return config.solver
     # two digits, so that rounding elsewhere does not make another run of it
     return f"gradient_descent:lr={0.1 / (curved + config.lam):.2g},steps=10"
-
-
-def precision(config: TrainConfig, device: torch.device) -> AbstractContextManager[None]:
-    """A context in which torch computes as a configuration asks for."""
-    return computing_in(config.precision, device)

@@ -23,7 +23,7 @@ from metanudge.estimators import NonFiniteError
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.config import TrainConfig, own_code
 from metanudge.training.continuing import Plan
-from metanudge.training.device import environment
+from metanudge.training.device import computing_in, environment
 from metanudge.training.distributed import Group
 from metanudge.training.errors import (
     EXIT_CANNOT_WRITE,
@@ -50,7 +50,7 @@ from metanudge.training.progress import (
     memory_used,
 )
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
-from metanudge.training.sources import DataShapes, precision
+from metanudge.training.sources import DataShapes
 from metanudge.training.summary import Outcome, compared, facts, result_table, tested, write_summary
 from metanudge.version import __version__
 
@@ -79,7 +79,7 @@ def train(
                 plan = group.share(lambda: make_plan(config, resume, group, lock))
                 config, source = read_data(config, plan, around, allow_changed_data)
                 trainer = make_trainer(config, plan, source, around)
-                with precision(config, source.device):
+                with computing_in(config.precision, source.device):
                     try_out(trainer.learner, source, config)
                     stop.patience = None
                     folder = group.share(lambda: claim(plan, config, lock))
