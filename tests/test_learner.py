@@ -708,10 +708,11 @@ def test_deepcopy_is_independent(engine: str):
     assert relative_error(learner.meta_gradient(setup.tasks, seed=0)[0], expected) == 0
 
 
-def test_state_dict_is_that_of_the_model():
+def test_state_dict_is_that_of_the_model_and_the_learners_own():
     setup, other = conv_net(seed=0), conv_net(seed=1)
     learner, fresh = learner_for(setup), learner_for(other)
-    assert list(learner.state_dict()) == [f"model.{n}" for n in setup.model.state_dict()]
+    own = [f"model.{n}" for n in setup.model.state_dict()]
+    assert list(learner.state_dict()) == ["_extra_state", *own]
     expected, _ = learner.meta_gradient(setup.tasks)
     fresh.meta_gradient(setup.tasks)
     fresh.load_state_dict(learner.state_dict())

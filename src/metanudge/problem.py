@@ -126,6 +126,13 @@ class Problem:
                 "No parameter of the model requires grad, so there is nothing to meta-learn. "
                 "Set requires_grad=True on the parameters that should adapt."
             )
+        nowhere = [n for n, p in trainable.items() if p.is_meta]
+        if nowhere:
+            raise ValueError(
+                f"Parameters that are to be learned ({some(nowhere, 3)}) lie on the meta device:"
+                " they have no values yet, or are offloaded and fetched for forward passes only."
+                " Load their values, or offload the frozen parameters alone."
+            )
         devices = {p.device for p in trainable.values()}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
@@ -207,7 +214,8 @@ class Problem:
 
     def check_tasks(self, batch: TaskBatch) -> None:
         """Raise a `ValueError` where the tasks' device or floating dtype does not fit the model."""
-        dtypes = {p.dtype for p in (*self.parameters.values(), *self.shared.values())}
+        weights = self.objective.model.parameters()  # frozen ones, too: a bfloat16 base with LoRA
+        dtypes = {p.dtype for p in weights if p.is_floating_point()}
         autocast = torch.is_autocast_enabled(self.device.type)
         for stack in batch.stacks:
             for what, data in (("support", stack.support), ("query", stack.query)):

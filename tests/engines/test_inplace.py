@@ -520,6 +520,21 @@ def test_half_precision_parameters_have_float32_displacements(dtype: torch.dtype
 # ----------------------------------------------------------------------------------------- refusals
 
 
+def test_refuses_a_model_wrapped_in_the_first_fsdp():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapped)  # as far as a single process without a group gets
+    for engine in ("inplace", "stacked"):
+        with pytest.raises(TypeError, match=r"'1' is wrapped in FullyShardedDataParallel"):
+            mn.MetaLearner(nn.Sequential(nn.Linear(1, 1), wrapped), F.mse_loss, engine=engine)
+
+
+def test_refuses_parameters_without_values():
+    with pytest.raises(ValueError, match=r"0.weight, 0.bias\) lie on the meta device.*offload"):
+        mn.MetaLearner(nn.Sequential(nn.Linear(1, 1, device="meta")), F.mse_loss)
+
+
 def test_refuses_a_model_wrapped_in_distributed_data_parallel():
     """DDP would average the gradients of the inner steps over the ranks, and on the stacked engine
     those of no step: another algorithm, silently.

@@ -51,6 +51,24 @@ def test_tasks_of_different_lengths():
         assert relative_error(together, mean) < (1e-12 if engine == "inplace" else 1e-6)
 
 
+def test_adapters_in_more_bits_than_their_base():
+    """As PEFT makes them; pictures come in the bits of the base."""
+    model = hf.model_of("ViT", "LoRA", dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    tasks = mn.TaskBatch.of(hf.tasks_of("ViT")).to(torch.bfloat16)
+    estimator = mn.FOMAML()
+    found, _ = mn.MetaLearner(model, estimator=estimator, engine="inplace").meta_gradient(tasks)
+    exact, _ = mn.MetaLearner(hf.model_of("ViT", "LoRA"), estimator=estimator).meta_gradient(
+        hf.tasks_of("ViT")
+    )
+    a, b = (torch.cat([leaf.flatten().double() for leaf in g.values()]) for g in (found, exact))
+    # eight bits, and a few layers of them
+    assert float(torch.cosine_similarity(a, b, dim=0)) > 0.99
+    assert all(leaf.dtype == torch.float32 for leaf in found.values())
+
+
 def test_a_loss_of_logits_and_labels():
     model, tasks = hf.model_of("BERT"), hf.tasks_of("BERT")
     how = {"engine": "inplace", "estimator": mn.FOBMAML(nu=0.1)}

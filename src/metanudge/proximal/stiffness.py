@@ -63,7 +63,7 @@ def _key_of_each(lam: Mapping[str, object], parameters: Mapping[str, object]) ->
         parts = [f"{what}: {some(names)}" for what, names in both.items() if names]
         raise ValueError(
             "The names in lam do not match the model's trainable parameters"
-            f" ({'; '.join(parts)}). Give one value per name, or pattern of names, of what adapts:"
+            f" ({'; '.join(parts)}). Give one value per name, or pattern of names, that adapts:"
             f" {some(list(parameters))}."
         )
     return {name: keys[0] for name, keys in fitting.items()}
