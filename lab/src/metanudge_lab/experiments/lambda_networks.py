@@ -213,9 +213,10 @@ def table(result: Result[Config]) -> Table:
         rate = chosen(result, data, lam)
         if rate is not None:
             found = Mean.of(reached(result, data, lam))
-            rows.append(
-                (data, lam, rate, Shown.of(found, 3), Shown.short(max(ratio(result, data, lam))))
-            )
+            edge = rate in (min(result.config.rates), max(result.config.rates))
+            shown = Shown(rate, f"{rate:g}" + (" (edge)" if edge else ""))
+            largest = Shown.short(max(ratio(result, data, lam)))
+            rows.append((data, lam, shown, Shown.of(found, 3), largest))
     return Table(("data", "λ", "chosen inner rate", "on test tasks", "L̂₁ / λ (largest)"), rows)
 
 

@@ -72,10 +72,18 @@ def judge(result: Result[Config]) -> Verdict:
         f" {theirs:.1f} times or more"
     )
     return Verdict.of(
-        [Statement(times >= theirs, words, words, "megabytes"), *compare(result)],
+        [
+            Statement(times >= theirs, words, words, "ratio"),
+            *compare(result),
+            Statement(
+                None,
+                f"the megabytes themselves ({PAPER[m.LOSS]:g} and {PAPER[m.MAML]:g}), of an"
+                " allocator, a batch and a device that the paper does not name",
+                name="megabytes",
+            ),
+        ],
         f"A meta-step of one task with {shots} shots takes, in MB: {told}.",
-        f"{_one_shot(result)} The megabytes themselves (25 and 40) are those of an allocator, a"
-        " batch and a device that the paper does not name.",
+        _one_shot(result),
     )
 
 
