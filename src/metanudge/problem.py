@@ -126,13 +126,6 @@ class Problem:
                 "No parameter of the model requires grad, so there is nothing to meta-learn. "
                 "Set requires_grad=True on the parameters that should adapt."
             )
-        nowhere = [n for n, p in trainable.items() if p.is_meta]
-        if nowhere:
-            raise ValueError(
-                f"Parameters that are to be learned ({some(nowhere, 3)}) lie on the meta device:"
-                " they have no values yet, or are offloaded and fetched for forward passes only."
-                " Load their values, or offload the frozen parameters alone."
-            )
         devices = {p.device for p in trainable.values()}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
@@ -140,6 +133,13 @@ class Problem:
                 f"The trainable parameters lie on several devices ({names}). Move the model to one"
                 " device (device_map={'': 0}), or shard it over processes, one for each GPU:"
                 " fully_shard(model) of torch.distributed.fsdp, under torchrun."
+            )
+        nowhere = [n for n, p in trainable.items() if p.is_meta]
+        if nowhere:
+            raise ValueError(
+                f"Parameters that are to be learned ({some(nowhere, 3)}) lie on the meta device:"
+                " they have no values yet, or are offloaded and fetched for forward passes only."
+                " Load their values, or offload the frozen parameters alone."
             )
         (self.device,) = devices
         adapting = names_that_adapt(adapt, trainable, dict(objective.model.named_parameters()))

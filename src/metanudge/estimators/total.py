@@ -137,6 +137,8 @@ class MetaGradient:
         """gradient += scale ⊙ Σ_r w_r rows_r / num_tasks; one weight for all rows or one per nudge
         (rows are nudge by nudge).
         """
+        if not rows:
+            return
         with torch.no_grad():
             rows, weights = condensed(rows, weights)
             if scale is None and all(leaf.shape[0] == 1 for leaf in rows.values()):
