@@ -28,7 +28,8 @@ class InnerRates:
         per: `"scalar"`, one for all parameters; `"tensor"`, one each; `"parameter"`, one per entry
             (Meta-SGD); `"step"`, one per tensor and step (LSLR of MAML++), of which the last one
             goes on where more steps are taken than the learner was made with.
-        positive: learn log r, so that r stays positive; otherwise r itself, whatever its sign.
+        positive: learn log r, so that r stays positive; otherwise r itself, whatever its sign, with
+            steps of an outer optimizer that are small beside r (`parameter_groups(rate_lr=…)`).
 
     The momentum that `Nesterov` makes from λ stays that of the solver's own lr.
 

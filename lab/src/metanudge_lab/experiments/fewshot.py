@@ -43,6 +43,8 @@ class Recipe:
         iterations: meta-steps.
         tasks: per meta-step.
         cosine: let the meta-learning rate fall to 0 along a cosine.
+        clip: the largest norm of a meta-gradient.
+        share: of the meta-learning rate with which inner rates are learned, where they are.
         save_every: meta-steps between checkpoints, if not `CHECKPOINT_EVERY`.
     """
 
@@ -51,6 +53,8 @@ class Recipe:
     iterations: int
     tasks: int = 16
     cosine: bool = False
+    clip: float | None = None
+    share: float = 1.0
     save_every: int | None = None
 
     @property
@@ -67,7 +71,13 @@ class Recipe:
     def course(self) -> Course:
         """For the trainer."""
         schedule: Literal["cosine", "constant"] = "cosine" if self.cosine else "constant"
-        return Course(self.iterations, self.tasks, schedule, checkpoint_every=self.checkpoint_every)
+        return Course(
+            self.iterations,
+            self.tasks,
+            schedule,
+            clip=self.clip,
+            checkpoint_every=self.checkpoint_every,
+        )
 
 
 @dataclass
@@ -158,7 +168,9 @@ class Trial:
         """
         learner = self.learner(recipe.inner)
         fused = learner.problem().device.type == "cuda"
-        optimizer = torch.optim.Adam(learner.parameters(), lr=recipe.rate, fused=fused)
+        rate_lr = None if self.learn_lr is None else recipe.rate * recipe.share
+        groups = learner.parameter_groups(lr=recipe.rate, rate_lr=rate_lr)
+        optimizer = torch.optim.Adam(groups, fused=fused)
         folder = _checkpoints(recipe) if see is None or rows is not None else None
         trainer = Trainer(learner, self.source, optimizer, recipe.course, folder=folder)
         file = None if folder is None else folder.parent / "diary.json"
