@@ -131,10 +131,11 @@ import torch
 import torch.distributed as dist
 from training.checkpoint.test_sharded import made, train, values
 from metanudge.training.checkpoint.sharded import load_sharded, save_sharded
+from metanudge.training.distributed import Group
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+Group.from_environment()  # heeds nothing that killed ranks have left in torchrun's store
 learner, optimizer = made()
 saved = folder / "saved"
 done = load_sharded(saved, learner, optimizer)[0] if saved.exists() else 0
