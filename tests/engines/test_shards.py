@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Adam": {"estimator": mn.FOBMAML(nu=0.05), "solver": ADAM},
     "MAML, Adam": {"estimator": mn.MAML(products="difference", epsilon=1e-4), "solver": ADAM},
     "tolerance": {
-        "estimator": mn.FOBMAML(nu=0.05, start="solution"),
+        "estimator": mn.FOBMAML(nu=0.05),
         "solver": mn.Nesterov(lr=0.1, steps=5, tol=0.3),
     },
     "minibatches": {
@@ -275,7 +275,7 @@ def test_it_trains_evaluates_and_refuses_like_one_process() -> None:
         told = rank["refused"]
         for name, part in {
             "other tasks": "different tasks",
-            "adapt": "checkpoint.sharded",
+            "adapt": "learner.adapted(support)",
             "stacked": 'engine="stacked"',
             "Exact": "Exact needs the stacked engine",
             "IMAML": "no Hessian products by autograd",
