@@ -26,6 +26,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 LAYERS = (
     {"style", "progress", "provenance", "device_memory"},
     {"bench", "experiments"},
+    {"claims"},
     {"report"},
     {"cli"},
     {"commands"},

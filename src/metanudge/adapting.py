@@ -67,8 +67,8 @@ class Adapting(Setting):
             support, steps, seed: as in `adapt`.
 
         Example:
-            >>> import torch
-            >>> learner = MetaLearner(nn.Linear(1, 1), nn.functional.mse_loss)
+            >>> import metanudge as mn, torch
+            >>> learner = mn.MetaLearner(nn.Linear(1, 1), nn.functional.mse_loss)
             >>> x = torch.linspace(-1.0, 1.0, 5)[:, None]
             >>> with learner.adapted((x, 3 * x)) as model:
             ...     same, inside = model is learner.model, model(x)
@@ -97,8 +97,8 @@ class Adapting(Setting):
             support, steps, seed: as in `adapt`.
 
         Example:
-            >>> import torch
-            >>> learner = MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss, adapt="bias")
+            >>> import metanudge as mn, torch
+            >>> learner = mn.MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss, adapt="bias")
             >>> x = torch.ones(3, 2)
             >>> list(learner.adapted_state((x, x[:, :1])))
             ['bias']

@@ -232,7 +232,7 @@ def test_the_verdict_follows_the_rows() -> None:
     assert "least cosine of all 10 is 0.9800, aim 0.99" in low.reason
     unrun = transformer.judge(transformer_result(coarse=None))
     assert unrun.status == "partly"
-    assert "TF32 was not tested" in unrun.reason
+    assert "Not tested: TF32" in unrun.reason
     assert "median is 0.9600" in transformer.judge(transformer_result(coarse=0.96)).reason
     late = transformer.judge(transformer_result(behind=0.03))
     assert late.status == "partly"

@@ -272,8 +272,6 @@ class Result(Generic[C]):
             key=len,
             default=self._rows,
         )
-        if len(where) == 1:
-            return list(few)
         return [row for row in few if all(row.get(key) == value for key, value in where.items())]
 
     @functools.cached_property

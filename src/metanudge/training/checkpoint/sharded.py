@@ -71,18 +71,8 @@ def save_sharded(
     """
     folder = Path(folder)
     tensors, document = _taken_apart(learner, optimizer, dict(state or {}))
-    new = temporary_name(folder)
-    found: list[Any] = [new, folder.exists()]  # rank 0's, in every process
-    if _several():
-        dist.broadcast_object_list(found)
-    new, taken = found
-    if taken:
-        raise CheckpointError(folder, "exists already", "Give the name of a new folder.")
-    leads = not _several() or dist.get_rank() == 0
+    new, leads = _begun(folder)
     with os_errors_explained(folder):
-        if leads:
-            ensure_folder(folder.parent)
-            files.disk.mkdir(new)
         try:
             with _alone_or_together() as how:
                 state_dict_saver.save(tensors, checkpoint_id=new, **how)
@@ -99,6 +89,28 @@ def save_sharded(
             raise
     if _several():
         dist.barrier()
+
+
+def _begun(folder: Path) -> tuple[Path, bool]:
+    """A new folder for what will be `folder`, made by rank 0 before any rank writes to it; and
+    whether this is rank 0. Where it cannot be made, all ranks raise.
+    """
+    leads = not _several() or dist.get_rank() == 0
+    begun: list[Any] = [temporary_name(folder), None]  # rank 0's, in every process
+    if leads:
+        try:
+            if folder.exists():
+                raise CheckpointError(folder, "exists already", "Give the name of a new folder.")
+            with os_errors_explained(folder):
+                ensure_folder(folder.parent)
+                files.disk.mkdir(begun[0])
+        except CheckpointError as error:
+            begun[1] = error
+    if _several():
+        dist.broadcast_object_list(begun)
+    if begun[1] is not None:
+        raise begun[1]
+    return begun[0], leads
 
 
 def load_sharded(
