@@ -166,7 +166,7 @@ def test_torchrun_goes_on_after_the_kill_of_one_rank(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(TRAINING)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*launcher, "--max-restarts=1", "--standalone", "run.py", str(tmp_path)],
+        [*launcher, "--max-restarts=3", "--standalone", "run.py", str(tmp_path)],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
