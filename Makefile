@@ -19,16 +19,19 @@ SEED ?= 1
 BRITTLE := tests/bilevel/test_hypergradient.py tests/accel/test_chain.py tests/test_tuning.py \
 	-k 'test_every_solver or test_equals_the_general_path or test_every_kind or test_an_ulp'
 
-.PHONY: run test test-numerics test-brittle check check-hf format bench docs clean
+.PHONY: run test test-all test-numerics test-brittle check check-hf format bench docs clean
 
 run: $(READY)  ## the main job: meta-train a few-shot learner on MNIST-1D and test it
 	$(BIN)/metanudge train mnist1d
 
-test: $(TOOLS)  ## the whole test suite
+test: $(TOOLS)  ## the test suite, but for what takes long
+	$(PYTEST) -m "not thorough"
+
+test-all: $(TOOLS)  ## the whole test suite
 	$(PYTEST)
 
 test-numerics: $(TOOLS)  ## what compares to tolerances of rounding: plain CPU, θ changed by an ulp (SEED=2: otherwise), one thread
-	$(PLAIN_CPU) $(PYTEST) -m numerical --perturb $(SEED) --threads 1
+	$(PLAIN_CPU) $(PYTEST) -m "numerical and not thorough" --perturb $(SEED) --threads 1
 
 test-brittle: $(TOOLS)  ## tests that once were brittle, with 20 changes of θ by an ulp
 	for seed in $$(seq 20); do $(PYTEST) -q --perturb $$seed $(BRITTLE) || exit 1; done

@@ -48,6 +48,32 @@ NUMERICAL = [
     for name in ("test_theory.py", "test_quadratics.py")
 ]
 assert all(place.exists() for place in NUMERICAL), NUMERICAL
+# These count bytes and imports.
+NOT_NUMERICAL = ("test_memory.py", "test_reverse_memory.py", "test_offers.py")
+# What takes long and guards what seldom changes, or repeats at a larger size what others try small:
+# left to `make test-all`.
+THOROUGH = (
+    "test_shards.py::test_every_estimator_equals_one_process[4]",
+    "test_shards.py::test_tensor_parallel",
+    "test_sharded.py::test_torchrun_goes_on",
+    "test_reverse.py::test_steps_walked_back_are_the_unrolled_gradient[20-",
+    "test_reverse_optimizers.py::test_optimizers_walked_back[Adam-20-",
+    "test_reverse_optimizers.py::test_optimizers_walked_back[momentum-20-",
+    "test_tutorials.py::test_it_says_what_is_recorded[own_images]",
+    "test_tutorials.py::test_it_says_what_is_recorded[penalties]",
+    "test_memory.py::test_steps_and_tasks_do_not_matter",
+    "test_use.py::test_unseen_characters",
+    "lab/tests/experiments/test_shuffles.py",
+    "lab/tests/experiments/test_transformer.py::test_a_broken_off_cell",
+    "lab/tests/experiments/test_contract.py::test_it_measures_draws_and_judges[ablation]",
+    "lab/tests/experiments/test_contract.py::test_it_measures_draws_and_judges[omniglot",
+    "lab/tests/experiments/test_contract.py::test_it_measures_draws_and_judges[complexity]",
+    "lab/tests/experiments/test_contract.py::test_measuring_needs_torch_and_numpy_only",
+    "lab/tests/bench/test_scaling.py",
+    "lab/tests/bench/test_rounding.py",
+    "lab/tests/bench/test_run.py::test_a_fresh_process",
+    "lab/tests/test_examples.py::test_hyper_cleaning",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,8 +96,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(item.path.is_relative_to(place) for place in NUMERICAL):
+        if item.path.name not in NOT_NUMERICAL and any(
+            item.path.is_relative_to(place) for place in NUMERICAL
+        ):
             item.add_marker(pytest.mark.numerical)
+        if any(part in item.nodeid for part in THOROUGH):
+            item.add_marker(pytest.mark.thorough)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
