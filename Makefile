@@ -19,7 +19,7 @@ SEED ?= 1
 BRITTLE := tests/bilevel/test_hypergradient.py tests/accel/test_chain.py tests/test_tuning.py \
 	-k 'test_every_solver or test_equals_the_general_path or test_every_kind or test_an_ulp'
 
-.PHONY: run test test-all test-numerics test-brittle check check-hf format bench docs clean
+.PHONY: run test test-all test-numerics test-brittle check check-hf format bench docs docs-full clean
 
 run: $(READY)  ## the main job: meta-train a few-shot learner on MNIST-1D and test it
 	$(BIN)/metanudge train mnist1d
@@ -57,6 +57,10 @@ bench: $(READY)  ## speed and memory beside other libraries (pip install -e 'lab
 
 docs: $(SITE)  ## the documentation, without a network: docs/_build/html/index.html
 	$(BIN)/python -m sphinx -q -W --keep-going -n -b html docs docs/_build/html
+
+docs-full: $(SITE)  ## run every tutorial at full size, keep what it prints and draws, and build the documentation with it
+	$(BIN)/python docs/record.py
+	$(MAKE) docs
 
 clean:
 	rm -rf $(VENV) runs docs/_build .pytest_cache .mypy_cache .ruff_cache

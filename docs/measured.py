@@ -77,7 +77,7 @@ def substitutions() -> dict[str, str]:
     table += ["|---|---|---|---|---|"]
     table += [f"| `{name}` | {' | '.join(trained(name))} |" for name in VARIANTS]
     cells = [c["cell"] for c in rows("ablation")["cells"] if c["cell"]["part"] == PARTS[0]]
-    tried = {(c["nudge"], c["start"], c["stencil"], c["nu"]) for c in cells}
+    tried = {tuple(sorted(cell.items() - {("seed", cell["seed"])})) for cell in cells}
     values = {"trained_table": "\n".join(table), "variants": str(len(tried))}
     for name in ("memory-cnn", "memory-steps", "bias-rates", "auto-nu", "gradient-quality"):
         values[name.replace("-", "_")] = sentence(name)

@@ -14,9 +14,11 @@ import torch
 
 import metanudge as mn
 from documents import PAGES, ROOT, Page, anchors
+from given_tables import schools
 from metanudge.cli import main
 from trained_runs import write_images
 
+COMMANDS = ("start.md", "own-table.md")  # pages whose commands run
 ALL = [Page(path) for path in PAGES]
 # A run of the command line as a page shows it, only smaller.
 SMALL = [
@@ -80,12 +82,12 @@ def test_their_loop_gives_our_gradient(rival: str) -> None:
 
 
 def test_every_block_runs_or_says_why_not() -> None:
-    """Python runs above and the commands of `start.md` below; text is a script's recorded output,
+    """Python runs above and the commands of two pages below; text is a script's recorded output,
     and the rest are directives.
     """
 
     def runs(page: Page, language: str) -> bool:
-        return language == "python" or (language == "console" and page.path.name == "start.md")
+        return language == "python" or (language == "console" and page.path.name in COMMANDS)
 
     bare = [
         f"{page}: {block.text.splitlines()[0]}"
@@ -102,21 +104,30 @@ def test_start_here_from_nothing_to_a_learner_on_a_folder(tmp_path: Path) -> Non
     write_images(tmp_path / "photos", [f"class{number}" for number in range(20)], each=6)
     write_images(tmp_path / "few", ["a", "b", "c"], each=1)
     write_images(tmp_path / "many", ["."], each=4)
-    page = Page(ROOT / "docs" / "start.md")
+    assert run_commands(Page(ROOT / "docs" / "start.md")) == 4
+    said = (tmp_path / "predictions.csv").read_text(encoding="utf-8").splitlines()
+    assert len(said) == 1 + 4
+
+
+def test_the_commands_of_the_tutorial_on_tables(tmp_path: Path) -> None:
+    schools(tmp_path / "schools.csv")
+    assert run_commands(Page(ROOT / "docs" / "tutorials" / "own-table.md")) == 2
+
+
+def run_commands(page: Page) -> int:
+    """How many there are; trainings are made shorter."""
     lines = [
         line
         for block in page.blocks
         if block.language == "console" and not block.not_run
         for line in block.text.splitlines()
     ]
-    assert len(lines) == 4
     for line in lines:
         program, *arguments = shlex.split(line, comments=True)
         assert program == "metanudge"
         short = SMALL if arguments[0] == "train" else []
         assert main([*arguments, *short]) == 0, line
-    said = (tmp_path / "predictions.csv").read_text(encoding="utf-8").splitlines()
-    assert len(said) == 1 + 4
+    return len(lines)
 
 
 def test_links_lead_somewhere() -> None:

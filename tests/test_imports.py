@@ -31,7 +31,7 @@ LAYERS = (
     {"engines"},
     {"accel"},
     {"estimators"},
-    {"tuning", "setting", "evaluation", "split"},
+    {"tuning", "setting", "evaluation", "split", "curvature"},
     {"engine_choice"},
     {"adapting"},
     {"learner", "gradcheck", "gradient_report", "bilevel"},
@@ -45,16 +45,18 @@ LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
 # it may import them.
 APART: dict[str, set[str]] = {
     "optim": set(),
-    "models": {"names"},
+    "prototypes": set(),
+    "models": {"names", "prototypes"},
     "tasks": {"names", "task"},
-    "baselines": {"evaluation", "task"},
+    "token_bags": set(),
+    "baselines": {"evaluation", "task", "token_bags"},
 }
 USERS_OF_APART = LAYER["training"]
 
 # What may be loaded besides the standard library: when a module is imported, and inside the
 # functions that need it.
 EAGER = {"torch", "numpy", "metanudge"}
-LAZY_IN_TASKS = {"PIL", "pandas", "pooch"}
+LAZY_IN_TASKS = {"PIL", "pandas", "pooch", "transformers"}
 MAY_LOAD_MORE = {"training", "cli", "__main__"}
 
 

@@ -14,7 +14,8 @@ CASES = conformance.models()
 def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     options, shape = CASES[name]
-    return models.build(name, **options).to(dtype), torch.randn(shape, dtype=dtype)
+    numbers = torch.randint(257, shape) if name == "text" else torch.randn(shape, dtype=dtype)
+    return models.build(name, **options).to(dtype), numbers
 
 
 def test_every_model_is_tested():
@@ -182,7 +183,7 @@ def test_activations(activation):
             "conv5",
             {},
             ValueError,
-            r"no model 'conv5'. Did you mean 'conv4'\? The choices are conv1d, conv4, mlp, transf",
+            r"no model 'conv5'. Did you mean 'conv4'\? The choices are conv1d, conv4, features",
         ),
         ("Conv4", {}, ValueError, "Did you mean 'conv4'"),
         (

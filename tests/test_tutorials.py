@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 RECORD = Path(__file__).parents[1] / "docs" / "record.py"
-NAMES = ("first_learner", "own_images", "penalties", "cleaning", "gradient_quality")
+NAMES = (
+    *("first_learner", "own_images", "penalties", "cleaning", "gradient_quality"),
+    *("schools", "learned_rates", "shards", "serving"),
+)
+# These take longer: the words are compared after so few meta-steps, the numbers by `make test-all`.
+SMALL = {"schools": 4, "learned_rates": 10, "shards": 2, "serving": 2}
+NUMBER = r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?%?"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -24,13 +30,30 @@ def test_it_says_what_is_recorded(
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_in_small_it_says_the_same_words(
+    name: str, script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "serving":
+        pytest.importorskip("peft", reason="needs transformers and peft: pip install metanudge[hf]")
+    monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path))
+    record = script(RECORD)
+    said = record.run(name, tmp_path / "picture.png", meta_steps=SMALL[name])
+    assert words(said) == words((record.RECORDED / f"{name}.txt").read_text("utf-8"))
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def words(said: str) -> list[str]:
+    """What is said but for the numbers; methods may be ranked otherwise."""
+    return sorted(re.sub(NUMBER, "0", said).split())
+
+
 def assert_alike(said: str, recorded: str) -> None:
     """The same words, and the same numbers up to what other CPUs make of them: a training carries
     rounding up to a few of a hundred right answers; below 1e-5 only rounding is left.
     """
-    number = r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?%?"
-    assert re.sub(number, "0", said).split() == re.sub(number, "0", recorded).split()
-    for ours, theirs in zip(re.findall(number, said), re.findall(number, recorded), strict=True):
+    assert re.sub(NUMBER, "0", said).split() == re.sub(NUMBER, "0", recorded).split()
+    for ours, theirs in zip(re.findall(NUMBER, said), re.findall(NUMBER, recorded), strict=True):
         a, b = (float(text.rstrip("%")) for text in (ours, theirs))
         allowed = 10 if ours.endswith("%") else max(0.05 * abs(b), 1e-5)
         assert abs(a - b) <= allowed, (ours, theirs)

@@ -84,6 +84,7 @@ def test_the_state_is_that_of_the_statements() -> None:
         "one: a": "reproduced",
         "one: b": "not",
         "one": "partly",
+        "one: c": "unfinished",
         "two": "unfinished",
     }
     for by, state in states.items():

@@ -15,9 +15,9 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Shown,
-    Table,
     Verdict,
 )
 
@@ -58,8 +58,8 @@ def draw(result: Result[Config]) -> list[Drawing]:
     ]
 
 
-def table(result: Result[Config]) -> Table:
-    return Table(
+def table(result: Result[Config]) -> ResultTable:
+    return ResultTable(
         ("factor", "y"),
         [
             (str(f), Shown(max(result.values("y", factor=f, x=2)), f"{f:g} times 2"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,9 @@ from metanudge.evaluation import (
     evaluate,
     with_steps,
 )
+from metanudge.problem import Problem
 from metanudge.setting import Setting, at_work
-from metanudge.solvers import Solver
+from metanudge.solvers import GradientDescent, Solver
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tuning import NuTuner
 
@@ -42,6 +44,13 @@ class Adapting(Setting):
     def _wish(self) -> Wish:
         """What is wanted of the engine."""
 
+    def _settled(self, problem: Problem, tasks: TaskBatch) -> Solver:
+        self.solver = self._choice.settled(problem, tasks, self._wish())
+        return self.solver
+
+    def _ready_for(self, problem: Problem, support: Batch, steps: int | None) -> Solver:
+        return with_steps(self._settled(problem, TaskBatch.of(Task(support, support))), steps)
+
     def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
         """A copy of the model adapted to a support set; the learner and its model stay as they are.
 
@@ -54,7 +63,8 @@ class Adapting(Setting):
             seed: of dropout masks and minibatches.
         """
         with at_work(self, compile=self.compiled, alone=False) as own:
-            return adapted_copy(own, self.adapting, support, with_steps(self.solver, steps), seed)
+            solver = self._ready_for(own, support, steps)
+            return adapted_copy(own, self.adapting, support, solver, seed)
 
     @contextmanager
     def adapted(
@@ -76,7 +86,8 @@ class Adapting(Setting):
             (True, False)
         """
         with at_work(self, compile=self.compiled) as problem:
-            moved = displacement(problem, support, with_steps(self.solver, steps), seed)
+            solver = self._ready_for(problem, support, steps)
+            moved = displacement(problem, support, solver, seed)
         self._away = True
         try:
             with adapted_in_place(problem, moved) as model:
@@ -104,14 +115,16 @@ class Adapting(Setting):
             ['bias']
         """
         with at_work(self, compile=self.compiled) as problem:
-            moved = displacement(problem, support, with_steps(self.solver, steps), seed)
+            solver = self._ready_for(problem, support, steps)
+            moved = displacement(problem, support, solver, seed)
             return {n: (p.detach() + moved[n]).to(p) for n, p in problem.parameters.items()}
 
     def evaluate(self, tasks: Tasks, *, steps: int | None = None, seed: int = 0) -> Evaluation:
         """Adapt to every task's support set and measure on its query set. Changes nothing."""
-        batch, solver = TaskBatch.of(tasks), with_steps(self.solver, steps)
+        batch = TaskBatch.of(tasks)
         with at_work(self, compile=self.compiled) as problem:
             problem.check_tasks(batch)
+            solver = with_steps(self._settled(problem, batch), steps)
             run = partial(evaluate, problem, batch, solver, seed=seed)
             return self._choice.run(problem, batch, self._wish(), run, estimates=False)
 
@@ -121,16 +134,24 @@ class Adapting(Setting):
 
     def get_extra_state(self) -> Tensor:
         """What `state_dict` holds besides tensors: how many meta-gradients were made, which seeds
-        follow, and what was found about ν. One tensor, as files of tensors want it.
+        follow, what was found about ν, and a measured inner rate (-1: none). One tensor, as files
+        of tensors want it.
         """
-        values = [self.calls, *self.tuner.numbers()]
+        solver, rate = self.solver, -1.0
+        if isinstance(solver, GradientDescent) and solver.lr != "auto":
+            rate = solver.rate
+        values = [self.calls, *self.tuner.numbers(), rate]
         return torch.tensor(values, dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Go on from `get_extra_state`'s result."""
         calls, *numbers = state.tolist()
+        own = len(self.tuner.numbers())
         self.calls = int(calls)
-        self.tuner.load_numbers(numbers)
+        self.tuner.load_numbers(numbers[:own])
+        rates = [rate for rate in numbers[own:] if rate > 0]  # none in earlier state dicts
+        if rates and isinstance(self.solver, GradientDescent) and self.solver.lr == "auto":
+            self.solver = replace(self.solver, lr=rates[0])
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *more: Any, **named: Any

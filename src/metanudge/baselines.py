@@ -1,11 +1,11 @@
 """What simple methods reach on the same tasks, so that everyone sees whether meta-learning was
 worth it.
 
-Linear methods work on the inputs, flattened. Inputs of a fit are centred and scaled so that their
-mean squared length is 1, so penalties mean the same for all data; they are chosen on validation
-tasks. Everything is computed in float64 for all tasks of one shape at once: ridge regression in
-closed form, logistic regression by accelerated gradient steps preconditioned with a bound of its
-Hessian (Böhning 1992).
+Linear methods work on the inputs, flattened (of texts, on counts of their tokens). Inputs of a fit
+are centred and scaled so that their mean squared length is 1, so penalties mean the same for all
+data; they are chosen on validation tasks. Everything is computed in float64 for all tasks of one
+shape at once: ridge regression in closed form, logistic regression by accelerated gradient steps
+preconditioned with a bound of its Hessian (Böhning 1992).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn.functional import one_hot
 
 from metanudge.evaluation import ci95
 from metanudge.task import Batch, TaskBatch, tensors
+from metanudge.token_bags import token_bags
 
 PENALTIES: dict[str, tuple[float, ...]] = {
     "classification": (1e-3, 1e-2, 1e-1, 1.0),
@@ -386,7 +387,8 @@ def _width(batch: TaskBatch) -> int:
 
 def _pair(batch: Batch) -> tuple[Tensor, Tensor]:
     """Inputs `(tasks, n, features)`, labels `(tasks, n)` or targets `(tasks, n, targets)`."""
-    x, y = (t.cpu() for t in tensors(batch))
+    inputs, y = batch
+    x, y = (token_bags(inputs) if isinstance(inputs, Mapping) else inputs).cpu(), y.cpu()
     return x.flatten(2).double(), y.double() if y.is_floating_point() else y
 
 

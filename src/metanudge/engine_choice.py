@@ -6,8 +6,10 @@ import importlib.util
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
+from metanudge.curvature import resolved
 from metanudge.engines import Engine, InplaceEngine, StackedEngine, StackingError
 from metanudge.engines.room import bytes_per_row, free_memory, rows_that_fit
 from metanudge.engines.stacked import Recorder, new_recorder, offers_for
@@ -99,6 +101,14 @@ class EngineChoice:
             self.cannot_stack, self._about = str(error), problem
             logger.warning("engine: in place from now on. %s", error)
             return work(InplaceEngine())
+
+    def settled(self, problem: Problem, batch: TaskBatch, wish: Wish) -> Solver:
+        """The solver; one that leaves its learning rate open gets one from these tasks."""
+        if getattr(wish.solver, "lr", None) != "auto":
+            return wish.solver
+        problem.check_tasks(batch)
+        find = partial(resolved, wish.solver, problem, batch)
+        return self.run(problem, batch, wish, find, estimates=False)
 
     def choose(self, problem: Problem, batch: TaskBatch, wish: Wish) -> tuple[Engine, str]:
         """The engine for a batch, and why."""

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,15 @@ from metanudge.task import Batch, Task, TaskBatch
 @dataclass(frozen=True)
 class Evaluation:
     """Query loss and accuracy of every task, before and after adaptation, in the order of the
-    tasks.
+    tasks; `extra` has the learner's metrics, and what a loss of the form `(loss, dict)` reports.
     """
 
     loss_before: Tensor
     accuracy_before: Tensor
     loss: Tensor
     accuracy: Tensor
+    extra_before: Params = field(default_factory=dict)
+    extra: Params = field(default_factory=dict)
 
     @property
     def mean_loss(self) -> float:
@@ -58,7 +60,15 @@ class Evaluation:
                 f", accuracy {float(self.accuracy_before.mean()):.2%} → {self.mean_accuracy:.2%} ±"
                 f" {self.accuracy_ci95:.2%}"
             )
+        for name, (before, after) in self._means().items():
+            text += f", {name} {before:.4g} → {after:.4g}"
         return f"{text} ({len(self.loss)} tasks)"
+
+    def _means(self) -> dict[str, tuple[float, float]]:
+        return {
+            name: (float(self.extra_before[name].mean()), float(after.mean()))
+            for name, after in self.extra.items()
+        }
 
     def _repr_html_(self) -> str:
         loss, loss_before = (f"{float(x.mean()):.4g}" for x in (self.loss, self.loss_before))
@@ -66,6 +76,7 @@ class Evaluation:
         if not math.isnan(self.mean_accuracy):
             after = f"{self.mean_accuracy:.2%} ± {self.accuracy_ci95:.2%}"
             rows.append(("accuracy", f"{float(self.accuracy_before.mean()):.2%}", after))
+        rows += [(name, f"{b:.4g}", f"{a:.4g}") for name, (b, a) in self._means().items()]
         return html_table(rows, head=(f"{len(self.loss)} tasks", "before", "after adaptation"))
 
 
@@ -91,6 +102,7 @@ def evaluate(
 ) -> Evaluation:
     """Adapt to every task's support set and measure on its query set."""
     columns = [torch.zeros(len(batch), dtype=torch.float64) for _ in range(4)]
+    extras: tuple[Params, Params] = ({}, {})
     with engine.session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
         for inner in groups:
             before = inner.measure_query(None)
@@ -98,7 +110,13 @@ def evaluate(
             values = (before.loss, before.accuracy, after.loss, after.accuracy)
             for column, value in zip(columns, values, strict=True):
                 column[list(inner.places)] = value.double().cpu()
-    return Evaluation(*columns)
+            for extra, found in zip(extras, (before.extra, after.extra), strict=True):
+                for name, value in found.items():
+                    unknown = torch.full((len(batch),), math.nan, dtype=torch.float64)
+                    column = extra.setdefault(name, unknown)
+                    column[list(inner.places)] = value.double().cpu()
+    one, two, three, four = columns
+    return Evaluation(one, two, three, four, extra_before=extras[0], extra=extras[1])
 
 
 def adapted_copy(

@@ -168,6 +168,7 @@ def _double(learner: MetaLearner) -> Problem:
         Objective(model, learner.loss),
         lam,
         adapt=learner.adapting,
+        query_loss=learner.query_loss,
         regulariser=regulariser,
         rates=None
         if learner.learned_rates is None

@@ -17,7 +17,7 @@ from metanudge.engines.randomness import mix
 from metanudge.engines.undisturbed import obey
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, Stats, meta_gradient
 from metanudge.estimators.run import Watch
-from metanudge.objective import Loss
+from metanudge.objective import Loss, Metrics
 from metanudge.params import Params
 from metanudge.problem import Problem
 from metanudge.proximal import Per, Regulariser, Stiffness
@@ -61,6 +61,12 @@ class MetaLearner(Adapting):
             several; all by default. The others are shared by all tasks: meta-learned, not adapted.
         regulariser: a function R(φ, θ) of two dicts of one task's tensors, in place of ½λ‖φ − θ‖²;
             returns a scalar.
+        query_loss: the loss f of the query set, in either of `loss`'s forms, where it is to be
+            another one than f̂, which the model adapts with (label smoothing, a margin, a cost); the
+            same by default.
+        metrics: functions of (output, target) by name that return a number, measured where
+            accuracy is: on the query set, in `Stats.extra` and `Evaluation.extra`. Never
+            differentiated; they see one task at a time.
         solver: how the inner problem is solved; 5 steps of gradient descent at 0.1 by default.
         estimator: how the meta-gradient is made; `FOBMAML()` by default.
         engine: `"stacked"`, `"inplace"` or `"auto"`: the statistics say which one it took.
@@ -94,6 +100,8 @@ class MetaLearner(Adapting):
         learn_lr: RatePer | InnerRates | None = None,
         adapt: str | Sequence[str] | None = None,
         regulariser: Regulariser | None = None,
+        query_loss: Loss | None = None,
+        metrics: Metrics | None = None,
         solver: Solver | None = None,
         estimator: Estimator | None = None,
         engine: EngineName = "auto",
@@ -101,7 +109,9 @@ class MetaLearner(Adapting):
         seed: int = 0,
         compile: bool = True,
     ) -> None:
-        super().__init__(model, loss, lam, learn_lam, learn_lr, adapt, regulariser)
+        super().__init__(
+            model, loss, lam, learn_lam, learn_lr, adapt, regulariser, query_loss, metrics
+        )
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be a whole number, got {seed!r}. Write e.g. seed=0.")
         self.solver: Solver = solver if solver is not None else GradientDescent(lr=0.1, steps=5)
@@ -185,8 +195,8 @@ class MetaLearner(Adapting):
     def _meta_gradient(
         self, problem: Problem, tasks: Tasks, metrics: bool, seed: int | None, first: int, over: Any
     ) -> tuple[Params, Stats]:
-        batch, solver = TaskBatch.of(tasks), self.solver
-        draw = mix(self.seed, self.calls) if seed is None else seed
+        batch, draw = TaskBatch.of(tasks), mix(self.seed, self.calls) if seed is None else seed
+        solver = self.solver = self._choice.settled(problem, batch, self._wish())
         make = partial(meta_gradient, problem, solver=solver, seed=draw, metrics=metrics)
         make = partial(make, recorder=self._choice.recorder(problem))
 
@@ -231,9 +241,9 @@ class MetaLearner(Adapting):
         estimator = self.estimator
         if not is_automatic(estimator):
             raise ValueError(f'{estimator!r} leaves no ν to be chosen. Use FOBMAML(nu="auto").')
-        batch = TaskBatch.of(tasks)
-        draw = mix(self.seed, self.calls) if seed is None else seed
+        batch, draw = TaskBatch.of(tasks), mix(self.seed, self.calls) if seed is None else seed
         with at_work(self, compile=self.compiled) as problem:
+            self.solver = self._choice.settled(problem, batch, self._wish())
             look = partial(self.tuner.look, estimator, problem, batch, solver=self.solver)
             look = partial(look, seed=draw, first=first, rungs_at_once=rungs_at_once)
             return self._choice.run(problem, batch, self._wish(), lambda e: look(engine=e))

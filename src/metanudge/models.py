@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metanudge.names import near
+from metanudge.prototypes import Prototypes as Prototypes
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -218,6 +219,76 @@ class TransformerBlock(nn.Module):
         return projected
 
 
+class FeatureNet(nn.Module):
+    """A linear layer on features that are good already, such as a frozen encoder's; what is learned
+    beside it is one factor for each.
+
+    The linear layer begins at 0, so that the untrained network adapts to a task as a classifier by
+    class means does; `metanudge train` leaves it there (`fixed_start`), since labels are given at
+    random and what is learned of them is noise. Wider networks fit the training classes and lose on
+    others.
+
+    Args:
+        in_features: numbers per example, standardised.
+        ways: number of outputs.
+        gain: length of an example after scaling.
+
+    Example:
+        >>> FeatureNet(384, ways=3)(torch.zeros(10, 384)).shape
+        torch.Size([10, 3])
+    """
+
+    fixed_start = ("head.",)  # names whose initialisation is not learned begin so
+
+    def __init__(self, in_features: int = 384, ways: int = 5, *, gain: float = 6.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(in_features))
+        self.gain = gain / in_features**0.5
+        self.head = nn.Linear(in_features, ways)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits: `(n, in_features)` → `(n, ways)`."""
+        logits: Tensor = self.head(x.flatten(1) * self.scale * self.gain)
+        return logits
+
+
+class TextNet(nn.Module):
+    """Tokens embedded, two convolutions over neighbours, the mean and the largest over a text, then
+    a linear layer.
+
+    Args:
+        ways: number of outputs.
+        vocabulary: token numbers that there are (257: bytes and padding).
+        width: of the embedding and of every convolution.
+
+    Example:
+        >>> TextNet(ways=3)(torch.ones(4, 20, dtype=torch.long)).shape
+        torch.Size([4, 3])
+    """
+
+    def __init__(self, ways: int = 5, *, vocabulary: int = 257, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.near = nn.Conv1d(width, width, kernel_size=5, padding=2)
+        self.far = nn.Conv1d(width, width, kernel_size=5, padding=2)
+        self.norm = nn.LayerNorm(2 * width)
+        self.head = nn.Linear(2 * width, ways)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits: token numbers `(n, length)` and their mask → `(n, ways)`."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        there = mask[:, None, :].to(self.embedding.weight.dtype)
+        x = self.embedding(input_ids).transpose(1, 2) * there
+        x = F.gelu(self.near(x)) * there  # what stands behind a text must not reach into it
+        x = F.gelu(self.far(x)) * there
+        mean = x.sum(2) / there.sum(2).clamp(min=1)
+        largest = (x + (there - 1) * 1e4).amax(2)
+        logits: Tensor = self.head(self.norm(torch.cat([mean, largest], 1)))
+        return logits
+
+
 def _parts(features: nn.Module, head: nn.Module) -> OrderedDict[str, nn.Module]:
     return OrderedDict(features=features, head=head)
 
@@ -225,7 +296,9 @@ def _parts(features: nn.Module, head: nn.Module) -> OrderedDict[str, nn.Module]:
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "conv1d": Conv1D,
     "conv4": Conv4,
+    "features": FeatureNet,
     "mlp": MLP,
+    "text": TextNet,
     "transformer": TransformerBlock,
 }
 

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from metanudge.names import some
 from metanudge.params import Params, wide
-from metanudge.task import Batch, describe, kind_of
+from metanudge.task import Batch, describe, kind_of, map_tensors, tensors
 
 Loss = Callable[..., Any]
+Metrics = Mapping[str, Callable[[Any, Any], Any]]
 _NAMES_OF_MODELS = ("model", "module", "net", "network")
 _IGNORED = -100  # the label that torch and Hugging Face leave out
 _PREDICT_THE_NEXT = ("CausalLM", "LMHead", "ConditionalGeneration")  # in names of their classes
@@ -62,7 +65,7 @@ _RULE = (
 
 
 class LossError(ValueError):
-    """What the loss returns is no loss."""
+    """What the loss returns is no loss, or what a metric returns no number."""
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Any:
@@ -98,19 +101,27 @@ class Objective(nn.Module):
         logits = getattr(output, "logits", None)
         return output if logits is None else logits, target
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Params]:
+    def forward(
+        self, batch: Batch, outputs: list[Any] | None = None
+    ) -> tuple[Tensor, Tensor, Params]:
         """Loss and accuracy of a batch, and what else the loss reports; the accuracy is NaN where
-        the batch is no classification.
+        the batch is no classification. The model's output and the targets are left in `outputs`.
         """
         if not self.takes_model:
-            return self.judge(*self.output(batch))
+            output, target = self.output(batch)
+            if outputs is not None:
+                outputs[:] = output, target
+            return self.judge(output, target)
         result = self.loss(self.model, batch)
         output = result[-1] if isinstance(result, tuple) and result else result
         if isinstance(batch, Mapping):
             target = batch.get("labels")
         else:
             target = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
-        return self._judged(result, getattr(output, "logits", None), target)
+        logits = getattr(output, "logits", None)
+        if outputs is not None:
+            outputs[:] = logits, target
+        return self._judged(result, logits, target)
 
     def loss_alone(self, batch: Batch) -> Tensor:
         """The loss of a batch, without the accuracy."""
@@ -221,3 +232,59 @@ def classification_accuracy(output: Any, target: Any, *, shift: bool = False) ->
     known = target != _IGNORED
     right = (output.detach().argmax(-1) == target) & known
     return right.to(wide(output.dtype)).sum() / known.sum()
+
+
+def check_seen(metrics: Metrics, outputs: Sequence[Any]) -> Sequence[Any]:
+    """Output and target, where there are metrics to be measured; raises where one is not known."""
+    if not metrics:
+        return []
+    if any(part is None for part in outputs):
+        raise LossError(
+            f"The metrics {some(list(metrics), 3)} are functions of (output, target), which"
+            " loss(model, batch) hides. Return the model's output with logits beside the loss, or"
+            " return (loss, {name: number})."
+        )
+    return outputs
+
+
+def metrics_of_rows(
+    metrics: Metrics, outputs: Sequence[Any], rows: int, reported: Params
+) -> Params:
+    """What metrics say of each row's output and target, `(rows,)` each; `reported` is what the loss
+    says beside them. They are called row by row, so that they may be any code.
+    """
+    if not metrics:
+        return {}
+    twice = [name for name in metrics if name in reported]
+    if twice:
+        raise LossError(
+            f"The metric {twice[0]!r} has the name of a number that the loss reports. Rename one."
+        )
+    found: dict[str, list[float]] = {name: [] for name in metrics}
+    for row in range(rows):
+        own, target = map_tensors(itemgetter(row), list(outputs))
+        for name, metric in metrics.items():
+            found[name].append(_number(name, metric, own, target))
+    device = tensors(outputs)[0].device
+    return {n: torch.tensor(v, dtype=torch.float64, device=device) for n, v in found.items()}
+
+
+def _number(name: str, metric: Callable[[Any, Any], Any], output: Any, target: Any) -> float:
+    try:
+        value = metric(output, target)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise LossError(
+            f"The metric {name!r} failed on one task's output ({describe(output)}) and targets"
+            f" ({describe(target)}): {what}"
+        ) from error
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = value.item()
+    try:
+        assert not isinstance(value, (Tensor, str))
+        return float(value)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise LossError(
+            f"The metric {name!r} must return a number, got {kind_of(value)}. Reduce it over the"
+            " examples (mean is usual)."
+        ) from error

@@ -85,6 +85,16 @@ def tiled(a: Params, factors: Sequence[float]) -> Params:
     return {name: tile(leaf) for name, leaf in a.items()}
 
 
+def middle(a: Params, rows: int) -> Params:
+    """Between each of the first `rows` rows and that of the next as many.
+
+    Example:
+        >>> middle({"w": torch.tensor([1.0, 2.0, 5.0, 8.0, 0.0])}, 2)["w"].tolist()
+        [3.0, 5.0]
+    """
+    return {name: torch.lerp(leaf[:rows], leaf[rows : 2 * rows], 0.5) for name, leaf in a.items()}
+
+
 def select(mask: Tensor, new: Params, old: Params) -> Params:
     """Rows of `new` where `mask` holds, of `old` elsewhere."""
     return {

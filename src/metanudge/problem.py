@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.names import some
-from metanudge.objective import Objective
+from metanudge.objective import Loss, Metrics, Objective
 from metanudge.params import Params, wide
 from metanudge.proximal import (
     Diagonal,
@@ -89,10 +89,13 @@ class Problem:
             parameter's shape), or an operator. Names left out of a mapping are an error.
         adapt: patterns of the names of parameters that adapt; all by default.
         regulariser: R(φ, θ) in place of the term that `lam` describes.
+        query_loss: of f, where it is another than that of f̂.
+        metrics: functions of (output, target) that are measured with the query loss.
         zero_lam: λ may be 0 as well.
         rates: in place of the solver's learning rate, where it is learned.
 
     Attributes:
+        objective, query_objective: f̂ and f, the same object where they have the same loss.
         parameters: those that adapt.
         shared: those that are meta-learned but do not adapt.
         meta_parameters: everything that gets a meta-gradient: the two above in the model's order,
@@ -112,12 +115,18 @@ class Problem:
         *,
         adapt: str | Sequence[str] | None = None,
         regulariser: Regulariser | None = None,
+        query_loss: Loss | None = None,
+        metrics: Metrics | None = None,
         zero_lam: bool = False,
         rates: LearnedRates | None = None,
     ) -> None:
-        self.objective = objective
+        self.objective = self.query_objective = objective
+        if query_loss is not None and query_loss is not objective.loss:
+            self.query_objective = Objective(objective.model, query_loss)
+        self.metrics = dict(metrics or {})
         _refuse_synchronising_wrappers(objective.model)
-        _refuse_parameters_of_the_loss(objective.loss)
+        for own in (objective, self.query_objective):
+            _refuse_parameters_of_the_loss(own.loss)
         self.spread = Spread.of(objective.model)
         self.twice_differentiable = self.spread is None  # autograd sees copies, not our parts
         trainable = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
@@ -166,6 +175,10 @@ class Problem:
             **(rates.learned if rates is not None else {}),
         }
 
+    def objective_of(self, which: str) -> Objective:
+        """f̂ (`"support"`) or f (`"query"`)."""
+        return self.objective if which == "support" else self.query_objective
+
     @property
     def theta(self) -> Params:
         """The meta-parameters that adapt, detached (no copy)."""
@@ -182,7 +195,7 @@ class Problem:
         solves or forward passes may write; models may share the others.
         """
         found: set[int] = set()
-        for module in self.objective.modules():
+        for module in (*self.objective.modules(), *self.query_objective.modules()):
             if module._parameters or module._buffers:
                 found.add(id(module))
             found |= {

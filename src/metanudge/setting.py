@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metanudge.engines.stacked import compilation
 from metanudge.engines.undisturbed import claimed, restored, uninterrupted
-from metanudge.objective import Loss, Objective, own_loss
+from metanudge.objective import Loss, Metrics, Objective, own_loss
 from metanudge.params import Params
 from metanudge.problem import Problem
 from metanudge.proximal import LogStiffness, Per, Regulariser, Stiffness
@@ -38,15 +38,21 @@ class Setting(nn.Module):
         learn_lr: RatePer | InnerRates | None,
         adapt: str | Sequence[str] | None,
         regulariser: Regulariser | None,
+        query_loss: Loss | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
-        if loss is not None and not callable(loss):
-            raise TypeError(
-                f"loss must be callable, got {type(loss).__name__}. Pass e.g."
-                " torch.nn.functional.cross_entropy, or None for a model that computes its own."
-            )
+        for name, given, default in (
+            ("loss", loss, "a model that computes its own"),
+            ("query_loss", query_loss, "that of the support set"),
+        ):
+            if given is not None and not callable(given):
+                raise TypeError(
+                    f"{name} must be callable, got {type(given).__name__}. Pass e.g."
+                    f" torch.nn.functional.cross_entropy, or None for {default}."
+                )
         if regulariser is not None and (lam is not None or learn_lam is not None):
             raise ValueError(
                 "regulariser stands in place of ½λ‖φ − θ‖², so"
@@ -59,6 +65,8 @@ class Setting(nn.Module):
             )
         self.model = model
         self.loss: Loss = own_loss if loss is None else loss
+        self.query_loss = query_loss
+        self.metrics = _checked_metrics(metrics)
         self.lam: Stiffness = lam if lam is not None else 2.0
         self.learn_lam = learn_lam
         self.learn_lr = (
@@ -110,13 +118,16 @@ class Setting(nn.Module):
                 term,
                 adapt=patterns,
                 regulariser=self.regulariser,
+                query_loss=self.query_loss,
+                metrics=self.metrics,
                 zero_lam=self._takes_zero_lam(),
                 rates=self.learned_rates,
             )
             # What the key knows by its id is kept alive with it: a freed object's id may be given
             # to another.
             lam = dict(self.lam) if isinstance(self.lam, Mapping) else self.lam
-            self._made = (key, problem, (lam, self.log_lam, self.learned_rates))
+            kept = (lam, self.log_lam, self.learned_rates, self.query_loss, *self.metrics.values())
+            self._made = (key, problem, kept)
         return self._made[1]
 
     def stiffness(self) -> Params:
@@ -192,6 +203,8 @@ class Setting(nn.Module):
         return (
             tuple((id(p), p.requires_grad, p.device, p.dtype) for p in self.parameters()),
             tuple(map(id, parts)),
+            id(self.query_loss),
+            tuple((name, id(metric)) for name, metric in self.metrics.items()),
             _fingerprint(self.lam),
             tuple(self.adapting) if isinstance(self.adapting, list) else self.adapting,
             self._takes_zero_lam(),
@@ -200,6 +213,23 @@ class Setting(nn.Module):
     def _takes_zero_lam(self) -> bool:
         """Whether λ may be 0: not where estimates divide by it."""
         return False
+
+
+def _checked_metrics(metrics: Any) -> dict[str, Any]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"metrics must be a mapping from names to functions of (output, target), got"
+            f" {type(metrics).__name__}. Write e.g. metrics={{'mae': nn.functional.l1_loss}}."
+        )
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not callable(metric):
+            raise TypeError(
+                f"metrics[{name!r}] is {type(metric).__name__}. Give a name and a function of"
+                " (output, target) that returns a number."
+            )
+    return dict(metrics)
 
 
 def _fingerprint(lam: Stiffness) -> Hashable:

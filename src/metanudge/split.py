@@ -60,7 +60,7 @@ def mean_over(
 def _joined(gradient: Params, stats: Stats, weight: float, tasks: int, group: Any) -> Stats:
     """The statistics of all ranks' tasks."""
     own = [getattr(stats, name) for name in _MEANS]
-    own.append((stats.error or 0.0) * stats.gradient_norm)
+    own += [*stats.extra.values(), (stats.error or 0.0) * stats.gradient_norm]
     device = next(iter(gradient.values())).device
     sums = torch.tensor(own, dtype=torch.float64, device=device) * weight
     dist.all_reduce(sums, group=group)
@@ -68,7 +68,8 @@ def _joined(gradient: Params, stats: Stats, weight: float, tasks: int, group: An
     length = float(norm({n: local(leaf).unsqueeze(0) for n, leaf in gradient.items()}))
     return dataclasses.replace(
         stats,
-        **dict(zip(_MEANS, means, strict=True)),
+        **dict(zip(_MEANS, means[: len(_MEANS)], strict=True)),
+        extra=dict(zip(stats.extra, means[len(_MEANS) :], strict=True)),
         tasks=tasks,
         gradient_norm=length,
         error=None if stats.error is None or length == 0 else error / length,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,14 @@ from torch.utils import _pytree as pytree
 
 Batch = Any
 """A pytree of tensors that share their leading axis (the examples)."""
+
+
+class QueryInputs(NamedTuple):
+    """Inputs of a query set that come with the support set; the examples are those of `x`."""
+
+    x_support: Batch
+    y_support: Tensor
+    x: Batch
 
 
 def plain(batch: Batch) -> Batch:
@@ -50,7 +58,13 @@ def num_examples(batch: Batch, *, axis: int = 0, what: str = "batch") -> int:
     """How many examples a batch holds; raises `ValueError` when it is empty or its tensors
     disagree.
     """
-    leaves = tensors(batch)
+    leaves = tensors(
+        pytree.tree_map(
+            lambda part: part.x if isinstance(part, QueryInputs) else part,
+            batch,
+            is_leaf=lambda part: isinstance(part, QueryInputs),
+        )
+    )
     if not leaves:
         raise ValueError(
             f"The {what} holds no tensor (got {type(batch).__name__}). "
@@ -274,6 +288,14 @@ class TaskBatch(Sequence[Task]):
     def mapped(self, function: Callable[[Tensor], Tensor]) -> TaskBatch:
         """The same tasks with `function` applied to every tensor."""
         return TaskBatch.__new__(TaskBatch)._set(stack.mapped(function) for stack in self.stacks)
+
+    def rearranged(self, function: Callable[[Batch, Batch], tuple[Batch, Batch]]) -> TaskBatch:
+        """The same tasks with support and query sets of another structure, which `function` makes
+        of stacked ones.
+        """
+        return TaskBatch.__new__(TaskBatch)._set(
+            Stack(stack.places, *function(stack.support, stack.query)) for stack in self.stacks
+        )
 
 
 def _mover(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.testing.memory import peak_memory, trainable_bytes
+from once import OnceModule
 from problems import relative_error, seeded
 from unrolling import OPTIMIZERS, Problem, leaves
 from walks import APART, EXACT
@@ -169,25 +169,6 @@ def test_variants_of_an_optimizer(kind: Any, variant: str):
 
 
 # --------------------------------------------------------------------- where autograd cannot follow
-
-
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = torch.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad * (1 - y * y)
-
-
-class OnceModule(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Once.apply(x)
 
 
 def activated(module: nn.Module) -> Problem:

@@ -12,11 +12,11 @@ import torch
 
 from metanudge.cli import main
 from metanudge.solvers import GradientDescent, Nesterov
-from metanudge.training import plan, runs, trainer
+from metanudge.training import preparation, runs, trainer
 from metanudge.training.config import TrainConfig
 from metanudge.training.device import computing_in
 from metanudge.training.errors import UserError
-from metanudge.training.plan import check_steps
+from metanudge.training.preparation import check_steps
 from metanudge.training.progress import DivergenceWatch, DurationWatch
 from training.test_trainer import TINY, Listener, go
 
@@ -110,7 +110,7 @@ def test_a_million_tasks_are_refused_before_they_are_drawn(
     """2 · 10⁶ solves of 1,761 float32 parameters, three copies each, are 39.3 GiB; their examples
     another 0.3.
     """
-    monkeypatch.setattr(plan, "available_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(preparation, "available_memory", lambda: 8 * 2**30)
     said = refused(capsys, "sinusoid", "--tasks", "1000000", "--estimator", "fobmaml:nu=0.1")
     for part in (
         "needs at least 39.",
@@ -133,9 +133,9 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         learner, low, high = runs.build_learner(changed, source), 0, 1 << 40
         while low + 1 < high:
             free = (low + high) // 2
-            monkeypatch.setattr(plan, "available_memory", lambda free=free: free)
+            monkeypatch.setattr(preparation, "available_memory", lambda free=free: free)
             try:
-                plan.check_solves_fit(changed, source, 1000, learner)
+                preparation.check_solves_fit(changed, source, 1000, learner)
                 high = free
             except UserError:
                 low = free
@@ -154,9 +154,9 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_system_that_does_not_tell_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "available_memory", lambda: None)
+    monkeypatch.setattr(preparation, "available_memory", lambda: None)
     config = TrainConfig("sinusoid", tasks=10**9)
-    plan.check_data_fits(config, runs.build_source(config), 10**9)
+    preparation.check_data_fits(config, runs.build_source(config), 10**9)
 
 
 def test_a_control_group_limits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +165,8 @@ def test_a_control_group_limits_the_memory(monkeypatch: pytest.MonkeyPatch) -> N
         "/sys/fs/cgroup/memory.current": ["900000"],
         "/sys/fs/cgroup/memory.stat": ["inactive_file 500"],
     }
-    monkeypatch.setattr(plan, "_lines", lambda name: files.get(name, []))
-    assert plan.available_memory() == 100_500
+    monkeypatch.setattr(preparation, "_lines", lambda name: files.get(name, []))
+    assert preparation.available_memory() == 100_500
 
 
 def test_a_model_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.engines.precision import Precision, precision_of
 from metanudge.estimators.products import ladder, usual_epsilon
 from metanudge.tuning import ProductsWarning
+from once import Once, OnceModule
 from problems import Setup, conv_net, mlp, relative_error, seeded, transformer, vector
 from walks import lstm
 
@@ -133,27 +133,6 @@ def test_a_given_epsilon_is_taken_as_it_is():
 
 
 # ------------------------------------------------------------- what cannot be differentiated twice
-
-
-class Once(torch.autograd.Function):
-    """tanh, with a derivative that has none."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = torch.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad * (1 - y * y)
-
-
-class OnceModule(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Once.apply(x)
 
 
 @pytest.mark.parametrize("solver", [SOLVER, mn.TorchOptimizer(torch.optim.Adam, steps=5)])

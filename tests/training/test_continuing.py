@@ -22,7 +22,7 @@ from metanudge.training.distributed import Group
 from metanudge.training.errors import UserError
 from metanudge.training.files import RunLock
 from metanudge.training.metrics import read_metrics
-from metanudge.training.plan import make_plan
+from metanudge.training.preparation import make_plan
 from metanudge.training.progress import Quiet
 from metanudge.training.trainer import train
 from training.test_trainer import TINY, Listener, fingerprint, go

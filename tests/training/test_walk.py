@@ -10,7 +10,7 @@ from typing import Any
 import metanudge
 from metanudge.cli import main
 
-LIMIT = 20
+LIMIT = 22
 PACKAGE = Path(metanudge.__file__).parent
 
 

@@ -18,7 +18,7 @@ from metanudge_lab.bench import rounding as module
 from metanudge_lab.bench import tables
 from metanudge_lab.bench.cases import CASES
 from metanudge_lab.bench.config import BenchConfig
-from metanudge_lab.bench.contender import Contender, Prepared, Work, choose
+from metanudge_lab.bench.contender import Contender, ReadyContender, Work, choose
 from metanudge_lab.bench.plots import draw
 from metanudge_lab.bench.rounding import (
     in_float64,
@@ -43,7 +43,7 @@ def contender(step: object, prepare: object = None) -> Contender:
         "Made",
         "metanudge",
         "MAML",
-        prepare or (lambda workload: Prepared(lambda: step(workload), lambda: Work(1, 1))),
+        prepare or (lambda workload: ReadyContender(lambda: step(workload), lambda: Work(1, 1))),
     )
 
 
@@ -164,13 +164,15 @@ def test_ratios_and_their_intervals() -> None:
 
 
 def test_what_does_not_run_is_left_out_or_failed_and_said() -> None:
-    def prepare(workload: Workload, *, breaks: str) -> Prepared:
+    def prepare(workload: Workload, *, breaks: str) -> ReadyContender:
         autocast = torch.is_autocast_enabled("cpu")
         if next(workload.model.parameters()).dtype == torch.float32 and breaks == (
             "bf16" if autocast else "fp32"
         ):
             raise RuntimeError("no such kernel\nand more lines")
-        return Prepared(lambda: {"a": torch.tensor(1.1 if autocast else 1.0)}, lambda: Work(1, 1))
+        return ReadyContender(
+            lambda: {"a": torch.tensor(1.1 if autocast else 1.0)}, lambda: Work(1, 1)
+        )
 
     for breaks in ("fp32", "bf16"):
         made = contender(None, lambda workload, breaks=breaks: prepare(workload, breaks=breaks))

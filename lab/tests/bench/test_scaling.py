@@ -12,7 +12,7 @@ import torch
 
 from metanudge_lab.bench.cases import CASES, Case
 from metanudge_lab.bench.config import BenchConfig
-from metanudge_lab.bench.contender import Contender, Prepared, choose
+from metanudge_lab.bench.contender import Contender, ReadyContender, choose
 from metanudge_lab.bench.explain import explain
 from metanudge_lab.bench.plots import draw
 from metanudge_lab.bench.run import show
@@ -136,7 +136,7 @@ def test_a_contender_that_failed_on_an_axis_is_not_tried_further_up() -> None:
     (reptile,) = choose(CONTENDERS, ["reptile"])
     tried = []
 
-    def prepare(workload: Workload) -> Prepared:
+    def prepare(workload: Workload) -> ReadyContender:
         tried.append((len(workload.tasks), workload.steps, workload.shape.shots))
         if workload.steps == 2:
             raise MemoryError

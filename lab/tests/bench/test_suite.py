@@ -10,7 +10,7 @@ import torch
 from metanudge_lab.bench import tables
 from metanudge_lab.bench.cases import CASES
 from metanudge_lab.bench.config import BenchConfig
-from metanudge_lab.bench.contender import Contender, Prepared, choose
+from metanudge_lab.bench.contender import Contender, ReadyContender, choose
 from metanudge_lab.bench.suite import CONTENDERS, compare
 from metanudge_lab.bench.workload import Workload
 from metanudge_lab.progress import Lines
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def broken(workload: Workload) -> Prepared:
+def broken(workload: Workload) -> ReadyContender:
     raise RuntimeError("no such kernel\nand more lines")
 
 

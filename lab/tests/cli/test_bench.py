@@ -11,7 +11,7 @@ from metanudge.cli import main
 from metanudge_lab.bench.__main__ import main as plain_main
 from metanudge_lab.bench.__main__ import parser
 from metanudge_lab.bench.config import BenchConfig
-from metanudge_lab.bench.contender import Contender, Prepared
+from metanudge_lab.bench.contender import Contender, ReadyContender
 from metanudge_lab.bench.workload import Workload
 
 QUICK = [
@@ -111,7 +111,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_estimator_of_ours_that_fails_is_shown_and_fails_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(workload: Workload) -> Prepared:
+    def broken(workload: Workload) -> ReadyContender:
         raise RuntimeError("cannot be done")
 
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from metanudge.models import MLP, Conv1D
 from metanudge.tasks import MNIST1D, Sinusoid
 from metanudge_lab.experiments import ablation, fewshot
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Measured, Result
+from metanudge_lab.experiments.base import FinishedCell, Result
 from metanudge_lab.experiments.network_errors import curvature
 from metanudge_lab.experiments.variants import (
     AT_EQUAL_COST,
@@ -37,7 +37,7 @@ def ablation_result(
 ) -> Result[ablation.Config]:
     config = ablation.Config(steps=(5,), omniglot_seeds=0)
 
-    def measured() -> Iterator[Measured]:
+    def measured() -> Iterator[FinishedCell]:
         for view, choices, known in (
             ("", trained_choices(config.options), accuracies),
             (AT_EQUAL_COST, equal_cost_choices(config.options), at_equal_cost or {}),
@@ -47,7 +47,7 @@ def ablation_result(
                     "accuracy": known.get(choice, 0.9),
                     "accuracy_more": (more or {}).get(choice, 0.8),
                 }
-                yield Measured(
+                yield FinishedCell(
                     {"part": f"mnist1d{view}", **choice.keys, "seed": seed},
                     [{**found, "ci95": 0.01, "ci95_more": 0.01}],
                     0.0,
@@ -61,7 +61,9 @@ def ablation_result(
                 "cosine_steps": 0.8,
             }
             rows = [{**variant.keys, **row} for variant in all_variants(config.options)]
-            yield Measured({"part": "error", "point": point, "steps": 5, "seed": 0}, rows, 0.0, 0)
+            yield FinishedCell(
+                {"part": "error", "point": point, "steps": 5, "seed": 0}, rows, 0.0, 0
+            )
 
     return Result("ablation", "quick", config, list(measured()))
 

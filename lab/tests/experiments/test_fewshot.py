@@ -18,7 +18,7 @@ from metanudge.tasks import Labelled
 from metanudge.training.errors import UserError
 from metanudge_lab.experiments import fewshot, glyphs, mnist1d, omniglot
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Measured, Result, Row
+from metanudge_lab.experiments.base import FinishedCell, Result, Row
 from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, tasks_of
 
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def mnist1d_verdict(
         ]
 
     measured = [
-        Measured({"part": "curve", "method": method, "seed": seed}, rows(end), 0.0, 0)
+        FinishedCell({"part": "curve", "method": method, "seed": seed}, rows(end), 0.0, 0)
         for method, end in {**usual, **ends}.items()
         for seed in range(2)
     ]
@@ -169,7 +169,7 @@ def mnist1d_verdict(
         for rate, value in zip((0.1, 0.01), grid, strict=True)
     ]
     measured.append(
-        Measured({"part": "grid", "method": m.FO_MAML, "inner": 0.1, "seed": 0}, found, 0.0, 0)
+        FinishedCell({"part": "grid", "method": m.FO_MAML, "inner": 0.1, "seed": 0}, found, 0.0, 0)
     )
     verdict = mnist1d.judge(Result("mnist1d", "quick", config, measured))
     return verdict.status, verdict.reason
@@ -198,7 +198,7 @@ def omniglot_verdict(
         second_order_seeds=1,
     )
 
-    def one(method: str, iterations: int, end: float) -> Measured:
+    def one(method: str, iterations: int, end: float) -> FinishedCell:
         cell = {"setting": "5-way 1-shot", "method": method, "iterations": iterations, "seed": 0}
         rows = [
             {
@@ -215,7 +215,7 @@ def omniglot_verdict(
             for k, value in ((iterations // 2, end - 0.01), (iterations, end))
         ]
         rows.append(rows[-1] | {"kind": "more steps", "accuracy": end - 0.3})
-        return Measured(cell, rows, 0.0, 0)
+        return FinishedCell(cell, rows, 0.0, 0)
 
     others = [one(method, 20, 0.98) for method in (m.FO_MAML, m.REPTILE, m.MAML)]
     measured = [
@@ -278,7 +278,7 @@ def test_rates_found_for_one_seed_serve_the_others_of_a_resumed_run(
     monkeypatch.setattr(fewshot, "best_recipe", search)
     monkeypatch.setattr(omniglot, "_known", {})
     omniglot.tuned.cache_clear()
-    result = Result(omniglot.EXPERIMENT.name, "full", config, [Measured(cell, first, 0.0, 0)])
+    result = Result(omniglot.EXPERIMENT.name, "full", config, [FinishedCell(cell, first, 0.0, 0)])
     omniglot.EXPERIMENT.remember(result)
     assert omniglot.tuned(FIVE_WAY[0], m.FO_MAML, config, CPU) == (
         replace(best, iterations=2),

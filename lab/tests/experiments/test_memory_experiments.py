@@ -12,7 +12,7 @@ from metanudge.task import Task
 from metanudge.testing.memory import trainable_bytes
 from metanudge_lab.experiments import memory, memory_cnn, memory_steps
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Measured, Result
+from metanudge_lab.experiments.base import FinishedCell, Result
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def judged(peaks: dict[str, float]) -> str:
         memory.STEP: 90,
     }
     measured = [
-        Measured(
+        FinishedCell(
             {"shots": 2, "channels": 4, "method": method},
             [{"memory": peak, "parameters": 5}],
             0.0,
@@ -105,7 +105,9 @@ def test_flat_or_not() -> None:
         config = memory_steps.Config(steps=(1, 8), budget=0.0004)
         peaks = {**dict.fromkeys(m.ESTIMATORS, (100.0, 100.0)), m.LOSS: ours, m.MAML: maml}
         measured = [
-            Measured({"steps": k, "method": method}, [{"memory": peak, "parameters": 5}], 0.0, 0)
+            FinishedCell(
+                {"steps": k, "method": method}, [{"memory": peak, "parameters": 5}], 0.0, 0
+            )
             for method, both in peaks.items()
             for k, peak in zip((1, 8), both, strict=True)
         ]

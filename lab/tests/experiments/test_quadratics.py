@@ -13,7 +13,7 @@ from metanudge.estimators import Estimator
 from metanudge.tasks import Quadratic
 from metanudge_lab.experiments import gradient_quality, outer_loss
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments.base import Measured, Result, Verdict
+from metanudge_lab.experiments.base import FinishedCell, Result, Verdict
 from metanudge_lab.experiments.error_parts import ErrorParts
 from metanudge_lab.experiments.outer_loss_rows import best_rate
 from metanudge_lab.experiments.quadratics import Problem
@@ -112,7 +112,7 @@ def test_a_rate_that_diverges_is_a_row_and_never_the_best() -> None:
         "outer-loss",
         "quick",
         config,
-        [Measured(cell, outer_loss.measure(cell, config, CPU), 0.0, 0) for cell in cells],
+        [FinishedCell(cell, outer_loss.measure(cell, config, CPU), 0.0, 0) for cell in cells],
     )
     assert math.isnan(result.values("exact", rate=1e60)[-1])
     assert best_rate(result, q.FO_MAML, "exact") == 0.1
@@ -163,7 +163,7 @@ def judged(errors: dict[str, list[float]], steps: tuple[int, ...] = (5, 20, 100)
     }
     parts = {"part_inner": 0.3, "part_linear": 0.2, "part_nu": 1e-15}
     measured = [
-        Measured(
+        FinishedCell(
             {"lam": 1.0, "method": method, "seed": 0},
             [{"steps": k, "error": e, **parts} for k, e in zip(steps, row, strict=True)],
             0.0,
@@ -248,7 +248,7 @@ def test_the_verdict_on_the_outer_loss_follows_the_rows() -> None:
                 "outer-loss",
                 "quick",
                 config,
-                [Measured(cell, rows, 0.0, 0) for cell, rows in cells],
+                [FinishedCell(cell, rows, 0.0, 0) for cell, rows in cells],
             )
         )
 

@@ -16,7 +16,7 @@ import pytest
 from metanudge.training.errors import UserError
 from metanudge_lab.experiments import store
 from metanudge_lab.experiments.__main__ import main
-from metanudge_lab.experiments.base import Measured, Result, json_safe
+from metanudge_lab.experiments.base import FinishedCell, Result, json_safe
 from metanudge_lab.experiments.run import Options, check_names, run, take
 from metanudge_lab.provenance import COMMIT_VARIABLE, commit_of
 from toy_experiment import Config, toy
@@ -242,7 +242,7 @@ def test_the_file_is_json_with_a_row_a_line(options: Options) -> None:
 def test_rows_are_found_by_what_they_hold() -> None:
     rows = [{"k": k, "e": e} for k in (1, 2) for e in (None, 0.5, [1, 2])] + [{"k": 3}]
     result = Result(
-        "x", "quick", None, [Measured({"seed": seed, "k": 0}, rows, 0.1, 0) for seed in (0, 1)]
+        "x", "quick", None, [FinishedCell({"seed": seed, "k": 0}, rows, 0.1, 0) for seed in (0, 1)]
     )
     every = result.rows()
     assert [row["seed"] for row in every] == [0] * 7 + [1] * 7

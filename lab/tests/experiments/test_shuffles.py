@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from metanudge_lab.experiments import available, load
-from metanudge_lab.experiments.base import Measured, Result, Statement
+from metanudge_lab.experiments.base import FinishedCell, Result, Statement
 from metanudge_lab.experiments.shuffles import passing, shuffled
 from metanudge_lab.experiments.spread import below
 from metanudge_lab.experiments.store import find
@@ -35,7 +35,7 @@ def test_statements_about_methods_seldom_hold_for_shuffled_labels(name: str) -> 
 
 def _result(values: dict[str, list[float]]) -> Result:
     cells = [
-        Measured({"method": method, "seed": seed}, [{"error": value}], 0.0, 0)
+        FinishedCell({"method": method, "seed": seed}, [{"error": value}], 0.0, 0)
         for method, found in values.items()
         for seed, value in enumerate(found)
     ]

@@ -24,7 +24,7 @@ from metanudge_lab.experiments import (
     spending,
 )
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments.base import Measured, Result, Row
+from metanudge_lab.experiments.base import FinishedCell, Result, Row
 from metanudge_lab.experiments.problems import displacements, landscape, small_conv_net
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def result_of(
         module.EXPERIMENT.name,
         "quick",
         config,
-        [Measured(cell, rows, 0.0, 0) for cell, rows in cells],
+        [FinishedCell(cell, rows, 0.0, 0) for cell, rows in cells],
     )
 
 

@@ -19,7 +19,7 @@ from torch.func import functional_call
 import metanudge as mn
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments import transformer, transformer_quality, transformer_runs
-from metanudge_lab.experiments.base import Measured, Result
+from metanudge_lab.experiments.base import FinishedCell, Result
 from metanudge_lab.experiments.fewshot import Trial
 from metanudge_lab.experiments.transformer_quality import qualities
 from metanudge_lab.experiments.transformer_rows import at_equal_cost, final
@@ -179,11 +179,11 @@ def transformer_result(
     levels = {DIFFERENCE: behind, m.MAML: 0.0, m.FO_MAML: 0.05}
     cosines = {DIFFERENCE: fp32, m.MAML: 1.0, m.FO_MAML: 0.5}
 
-    def measured() -> Iterator[Measured]:
+    def measured() -> Iterator[FinishedCell]:
         noise = random.Random(0)
         for cell in transformer.cells(config):
             if cell["part"] == "rates":
-                yield Measured(cell, [{"kind": "chosen", "rate": 1e-3}], 0.0, 0)
+                yield FinishedCell(cell, [{"kind": "chosen", "rate": 1e-3}], 0.0, 0)
                 continue
             method = str(cell.get("method", DIFFERENCE))
             common = 2.6 + 0.02 * int(cell["seed"] or 0)
@@ -218,7 +218,7 @@ def transformer_result(
                 ]
                 if broken and cell["seed"] == 0:
                     rows = [*rows[:1], {"kind": "diverged", "method": method, "rate": 1e-3}]
-            yield Measured(cell, rows, 0.0, 0)
+            yield FinishedCell(cell, rows, 0.0, 0)
 
     return Result("transformer", "full", config, list(measured()))
 
@@ -282,7 +282,7 @@ def test_names_that_are_shuffled_do_not_pass() -> None:
             swap = swaps.get((one.cell["inner"], one.cell.get("seed")), {})
             cell = {k: swap.get(v, v) if k == "method" else v for k, v in one.cell.items()}
             rows = [{**row, "method": swap.get(row.get("method"), "")} for row in one.rows]
-            renamed.append(Measured(cell, rows, 0.0, 0) if swap else one)
+            renamed.append(FinishedCell(cell, rows, 0.0, 0) if swap else one)
         verdict = transformer.judge(dataclasses.replace(result, measured=renamed))
         passed += verdict.status == "reproduced"
     assert passed <= 10

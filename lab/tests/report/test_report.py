@@ -12,7 +12,7 @@ import pytest
 from metanudge.cli import main
 from metanudge.training.errors import UserError
 from metanudge_lab import report
-from metanudge_lab.experiments.base import Experiment, Shown, Table
+from metanudge_lab.experiments.base import Experiment, ResultTable, Shown
 from metanudge_lab.experiments.run import Options, run
 from metanudge_lab.report import entries as gathering
 from metanudge_lab.report.entries import sort_key, text_of
@@ -189,7 +189,7 @@ def test_long_tables_are_folded_and_words_stand_left(tmp_path: Path) -> None:
     entry = report.gather(tmp_path)[0]
     assert "Table of" not in report.page([entry])
     longer = dataclasses.replace(
-        entry, table=Table(("name", "n"), [(f"row {n}", n) for n in range(13)])
+        entry, table=ResultTable(("name", "n"), [(f"row {n}", n) for n in range(13)])
     )
     text = report.page([longer])
     assert "<summary>Table of 13 rows</summary>" in text

@@ -192,6 +192,8 @@ def steps_of_problem(problem: Problem) -> Steps:
     """The layers of a problem's model; `NoChain` where it is no chain, or cannot run as one."""
     if problem.objective.takes_model:
         raise NoChain("the loss runs the model itself")
+    if problem.query_objective is not problem.objective:
+        raise NoChain("the query set has a loss of its own")
     if len({leaf.dtype for leaf in problem.parameters.values()}) > 1:
         raise NoChain("parameters of several dtypes adapt")
     return steps_of(problem.objective.model)

@@ -22,6 +22,7 @@ from metanudge.engines.inner import Measured
 from metanudge.engines.randomness import Draws
 from metanudge.engines.undisturbed import obey
 from metanudge.engines.vmapped import explained, repeated
+from metanudge.objective import metrics_of_rows
 from metanudge.params import Params, num_rows
 from metanudge.problem import Problem
 from metanudge.task import Batch, Stack
@@ -63,6 +64,7 @@ class Passes:
         self.theta = Flat.of(problem.theta, chain.orders)
         self._chain = chain
         self._objective = problem.objective
+        self._metrics = problem.metrics
         self._stack = stack
         self._tasks = len(stack)
         self._draws = draws
@@ -80,6 +82,10 @@ class Passes:
                 run = partial(self._seeded, 0, "query", self._chain.outputs, data, some)
                 outputs = self._explained(run)
                 values.append(self._explained(partial(judge, outputs, targets)))
+                if self._metrics:
+                    loss, accuracy, extra = values.pop()
+                    own = metrics_of_rows(self._metrics, (outputs, targets), len(outputs), extra)
+                    values.append((loss, accuracy, extra | own))
         return Measured(*tree_map(lambda *portions: torch.cat(portions), *values))
 
     def smooth(self, phi: Params, part: Part, step: int) -> Tensor:

@@ -101,7 +101,7 @@ def machine() -> dict[str, str]:
     """Devices, threads, memory."""
     import torch
 
-    from metanudge.training.plan import available_memory
+    from metanudge.training.preparation import available_memory
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = f"torch threads: {torch.get_num_threads()} (OMP_NUM_THREADS changes it)"

@@ -23,6 +23,7 @@ Examples:
   metanudge train omniglot --ways 20 --shots 1 --estimator fobmaml:nu=0.1,nudge=gradient
   metanudge train photos/ --model conv4:channels=32 --optimizer adamw:lr=0.003 --schedule cosine
   metanudge train schools.csv --task-column school --target score --support 0.5
+  metanudge train intents.csv --text text --label intent --encoder minilm/
   metanudge train --config runs/a/config.json --seed 1 --out runs/b
   metanudge train --resume runs/a
 
@@ -92,7 +93,12 @@ def _given(argv: list[str], config: TrainConfig) -> set[str]:
     named = {f"{flag}={value}" for flag, value in pairwise(argv)} | set(argv)
     return {
         name
-        for name, word in (("model", f"--model={config.model}"), ("wandb", "--wandb"))
+        for name, word in (
+            ("model", f"--model={config.model}"),
+            ("encoder", f"--encoder={config.encoder}"),
+            ("tokenizer", f"--tokenizer={config.tokenizer}"),
+            ("wandb", "--wandb"),
+        )
         if word in named
     }
 

@@ -61,7 +61,8 @@ def model_refuses(problem: Problem, batch: Batch, which: str, error: Exception) 
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return error
     buffers = {f"model.{n}": b.detach().clone() for n, b in problem.objective.model.named_buffers()}
-    place = where_it_fails(problem, lambda: functional_call(problem.objective, buffers, (batch,)))
+    objective = problem.objective_of(which)
+    place = where_it_fails(problem, lambda: functional_call(objective, buffers, (batch,)))
     return ValueError(
         f"Model or loss failed on the {which} data of a task ({describe(batch)}):"
         f" {_first_line(error)}. It happened in {place or 'the loss, or after the model'}. Check"
@@ -91,7 +92,7 @@ def diagnosed(
     for which, batch in (("support", task.support), ("query", task.query)):
         try:
             with torch.no_grad():
-                functional_call(problem.objective, buffers, (batch,))
+                functional_call(problem.objective_of(which), buffers, (batch,))
         except LossError:
             raise
         except (RuntimeError, IndexError, ValueError, AssertionError) as alone:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ from metanudge.engines.once import refuse_once_differentiable
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.engines.ranks import check_solver, check_tasks, refuse_products
 from metanudge.engines.undisturbed import Guard, claimed, restored, uninterrupted
-from metanudge.objective import LossError
+from metanudge.objective import LossError, check_seen, metrics_of_rows
 from metanudge.params import Params
 from metanudge.problem import Nudge, Problem
 from metanudge.proximal import Diagonal
@@ -259,8 +260,11 @@ class InplaceInner(Inner):
         """Query loss and accuracy at θ + d."""
         if shift is not None:
             d = self.shifted(d, shift)
-        loss, accuracy, extra = self._evaluate(self._task.query, d, 0, "query")
+        outputs: list[Any] = []
+        loss, accuracy, extra = self._evaluate(self._task.query, d, 0, "query", outputs)
         more = {name: value.reshape(1) for name, value in extra.items()}
+        seen = map_tensors(lambda t: t[None], check_seen(self.problem.metrics, outputs))
+        more |= metrics_of_rows(self.problem.metrics, seen, 1, extra)
         return Measured(loss.reshape(1), accuracy.reshape(1), more)
 
     def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
@@ -295,12 +299,12 @@ class InplaceInner(Inner):
     def _write(self, d: Params | None, along: Params | None = None, by: float = 0.0) -> None:
         """Put φ = θ + d into the module, or φ moved further along a direction."""
         theta = self._guard.theta
-        together = []  # a kernel for many tensors; large ones are read and written once instead
+        together: Params = {}  # one kernel for many; large ones are read and written once instead
         with torch.no_grad():
             for name in self.problem.parameters:
                 place = self._guard.phi(name)
                 if d is None:
-                    together.append(name)
+                    together[name] = place
                 elif d[name].dtype != place.dtype:
                     phi = theta[name] + d[name][0]
                     if along is not None:
@@ -311,9 +315,9 @@ class InplaceInner(Inner):
                     if along is not None:
                         place.add_(along[name][0], alpha=by)
                 else:
-                    together.append(name)
+                    together[name] = place
             if together:
-                places = [self._guard.phi(name) for name in together]
+                places = list(together.values())
                 torch._foreach_copy_(places, [theta[n] for n in together])
                 if d is not None:
                     torch._foreach_add_(places, [d[n][0] for n in together])
@@ -345,7 +349,7 @@ class InplaceInner(Inner):
             raise model_refuses(self.problem, batch, which, error) from error
 
     def _loss(self, batch: Batch, step: int, which: str) -> Tensor:
-        return self._run(self.problem.objective.loss_alone, batch, step, which)
+        return self._run(self.problem.objective_of(which).loss_alone, batch, step, which)
 
     def _backward(self, batch: Batch, step: int, which: str, scale: Tensor | None) -> Tensor:
         loss = self._loss(batch, step, which)
@@ -356,11 +360,12 @@ class InplaceInner(Inner):
         return value if scale is None else value * scale
 
     def _evaluate(
-        self, batch: Batch, d: Params | None, step: int, which: str
+        self, batch: Batch, d: Params | None, step: int, which: str, outputs: Any = None
     ) -> tuple[Tensor, Tensor, Params]:
         self._write(d)
+        objective = self.problem.objective_of(which)
         with torch.no_grad():
-            measured = self._run(self.problem.objective, batch, step, which)
+            measured = self._run(partial(objective, outputs=outputs), batch, step, which)
         self._guard.restore_buffers()
         loss, accuracy, extra = measured
         return agreed(loss), agreed(accuracy), {n: agreed(value) for n, value in extra.items()}

@@ -210,7 +210,8 @@ class Guard:
     def __init__(self, problem: Problem) -> None:
         self._parameters = problem.parameters
         # a loss may have parameters of its own
-        self._gradients = [(p, p.grad) for p in problem.objective.parameters()]
+        own = (*problem.objective.parameters(), *problem.query_objective.parameters())
+        self._gradients = [(p, p.grad) for p in dict.fromkeys(own)]
         self.theta = {n: self.phi(n).clone() for n in problem.parameters}
         self._sharded = [] if problem.spread is None else problem.spread.modules
         self.buffers = Buffers(problem.modules)

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from metanudge.engines.diagnosis import diagnosed
 from metanudge.engines.inner import Cost, Inner, Measured
 from metanudge.engines.randomness import Draws, minibatch
-from metanudge.objective import LossError
+from metanudge.objective import LossError, check_seen, metrics_of_rows
 from metanudge.params import Params, num_rows
 from metanudge.problem import Problem
 from metanudge.solvers.base import LinearSolver, Solution, bound, unroll
@@ -132,9 +132,15 @@ class StackedInner(Inner):
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d for all rows."""
         d = self.shifted(d, shift)
-        loss = partial(self._loss, step=0, which="query")
+        rows, metrics = num_rows(d), self.problem.metrics
+
+        def row(data: Data, d: Params) -> Any:
+            seen: list[Any] = []
+            return self._loss(data, d, 0, "query", None, seen), check_seen(metrics, seen)
+
         with torch.no_grad():
-            return Measured(*self._over_rows(loss, num_rows(d), (d,), 0, None))
+            (loss, accuracy, extra), outputs = self._over_rows(row, rows, (d,), 0, None)
+        return Measured(loss, accuracy, extra | metrics_of_rows(metrics, outputs, rows, extra))
 
     def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
         """f̂ + ν f without gradients."""
@@ -265,7 +271,13 @@ class StackedInner(Inner):
         )
 
     def _loss(
-        self, data: Data, d: Params, step: int, which: Which, theta: Params | None = None
+        self,
+        data: Data,
+        d: Params,
+        step: int,
+        which: Which,
+        theta: Params | None = None,
+        *seen: Any,
     ) -> tuple[Tensor, Tensor, Params]:
         """What `Objective.forward` says of one row at θ + d, with the shared parameters as they are
         unless d moves them too.
@@ -279,7 +291,7 @@ class StackedInner(Inner):
         kept = {n: b.clone() for n, b in data.buffers.items()} if written else data.buffers
         batch = data.support if which == "support" else data.query
         with self._draws.seeded(step, which):
-            return functional_call(self.problem.objective, (phi, kept), (batch,))
+            return functional_call(self.problem.objective_of(which), (phi, kept), (batch, *seen))
 
     def _nudged(
         self, data: Data, d: Params, nu: Tensor | None, *, step: int, theta: Params | None = None

@@ -18,7 +18,7 @@ from metanudge.estimators.stencils import STENCILS, StartName, StencilName
 from metanudge.estimators.tangent import add_tangent
 from metanudge.estimators.total import MetaGradient
 from metanudge.names import near
-from metanudge.params import Params, tiled
+from metanudge.params import Params, middle, tiled
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Solution, Solver, check_positive
 
@@ -165,10 +165,22 @@ class FOBMAML(Estimator):
         else:
             total.record(inner, solution, share=found.share)
             if total.metrics:
-                after = inner.measure_query(solution.displacement)
-                total.record_query(None, after, tasks=inner.tasks, share=found.share)
+                self._measure(total, inner, found)
         force = base.force if self.nudge == "gradient" else None
         total.record_error(inner.imprecision(solution, found.nudges, force), found.weights())
+
+    def _measure(self, total: MetaGradient, inner: Inner, found: Displaced) -> None:
+        """Query loss and accuracy in the middle of φ_ν and φ_−ν, which is φ_0 + O(ν²), where both
+        are there at once; else at every φ_ν.
+        """
+        nudges, d, share = found.nudges, found.solution.displacement, found.share
+        if inner.nudges_at_once > 1:
+            if abs(nudges[0]) > abs(total.nu or 0.0):  # of five points, those farther out
+                return
+            d, share = middle(d, inner.tasks), 1.0
+        else:
+            total.nudged = True
+        total.record_query(None, inner.measure_query(d), tasks=inner.tasks, share=share)
 
     @property
     def automatic(self) -> bool:

@@ -83,7 +83,7 @@ class MAML(Estimator):
         check_known("trajectory", self.trajectory, get_args(Keep))
         check_epsilon(self.epsilon)
         if self.step_weights is not None:
-            _check_weights(self.step_weights)
+            _check_numbers(self.step_weights)
             if self.products == "unrolled":
                 raise ValueError(
                     "step_weights weighs the query losses of steps taken back one at a time, but"
@@ -210,7 +210,7 @@ class MAML(Estimator):
         return self.products == "unrolled" or (auto and at_once)
 
 
-def _check_weights(weights: Sequence[float]) -> None:
+def _check_numbers(weights: Sequence[float]) -> None:
     """Finite numbers, and the last one not 0: it would be a solver of fewer steps."""
     try:
         fine = all(map(math.isfinite, weights)) and weights[-1] != 0

@@ -128,7 +128,9 @@ def meta_gradient(
     if recorder is None:
         total = compute(tasks)
     else:
-        repeats = estimator.repeats_itself and engine.name == "stacked"
+        # metrics may be any code, also such that waits for the device
+        plain = not (metrics and problem.metrics)
+        repeats = estimator.repeats_itself and engine.name == "stacked" and plain
         step = MetaStep(problem, solver, estimator, engine, metrics, first, repeats)
         total = recorder.run(step, tasks, compute)
     stats = total.finish(engine.name, partial(advice_on, problem, solver))

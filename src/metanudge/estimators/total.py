@@ -28,9 +28,9 @@ class Stats:
 
     Attributes:
         query_loss_before, query_accuracy_before: on the query set at θ.
-        query_loss, query_accuracy: after adaptation (for symmetric loss nudges: the mean over the
-            nudged solutions, which differs from the un-nudged one by O(ν²)). Accuracy is NaN where
-            the task is no classification.
+        query_loss, query_accuracy: after adaptation; for symmetric loss nudges in the middle of
+            the nudged solutions, which differs from the un-nudged one by O(ν²). Accuracy is NaN
+            where the task is no classification.
         residual_start, residual: ‖∇g‖ of the inner problem at the first and the last gradient
             evaluation.
         delta: estimated precision δ of the inner solutions.
@@ -45,8 +45,10 @@ class Stats:
         path: how the stacked engine took gradients, and why not faster; in place empty, or over how
             many ranks the parameters are spread.
         products: how `MAML` multiplied with Hessians; None for other estimators.
+        nudged: whether query loss and accuracy are means over nudged solutions, since these were
+            solved for one by one (in place), and no other was.
         extra: the numbers that a loss of the form `(loss, dict)` reports of the query set after
-            adaptation.
+            adaptation, and the learner's metrics.
     """
 
     query_loss_before: float = math.nan
@@ -66,6 +68,7 @@ class Stats:
     engine: str
     path: str = ""
     products: str | None = None
+    nudged: bool = False
     extra: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -76,11 +79,13 @@ class Stats:
         return self.residual > self.residual_start
 
     def _facts(self) -> dict[str, str]:
-        facts = {"query loss": f"{self.query_loss_before:.4g} → {self.query_loss:.4g}"}
+        loss = "query loss" + (" (nudged)" if self.nudged else "")
+        facts = {loss: f"{self.query_loss_before:.4g} → {self.query_loss:.4g}"}
         if not math.isnan(self.query_accuracy):
             facts["accuracy"] = f"{self.query_accuracy_before:.1%} → {self.query_accuracy:.1%}"
         grew = " (grew: try a smaller lr)" if self.diverged else ""
         facts["inner residual"] = f"{self.residual_start:.3g} → {self.residual:.3g}{grew}"
+        facts |= {name: f"{value:.4g}" for name, value in self.extra.items()}
         if self.nu is not None:
             facts["ν"] = f"{self.nu:.3g}"
         return facts | {"|meta-gradient|": f"{self.gradient_norm:.3g}"}
@@ -127,6 +132,7 @@ class MetaGradient:
         self.cost = Cost()
         self.paths: dict[str, None] = {}  # that the groups of tasks took, in their order
         self.products: str | None = None
+        self.nudged = False
         self._sums: dict[str, Tensor] = {}
         self._checks: list[_Check] = []
         self._sealed: Tensor
@@ -247,6 +253,7 @@ class MetaGradient:
             engine=engine,
             path=" and ".join(filter(None, self.paths)),
             products=self.products,
+            nudged=self.nudged,
             extra={key.removeprefix(_EXTRA): value for key, value in extra.items()},
         )
 

@@ -163,7 +163,7 @@ class LinearUpdate(Update):
     def pull_back(self, step: int, point: Point, after: Adjoint) -> PulledBack:
         """By autograd through the solver's own step; of gradient descent it is v and −α v."""
         if isinstance(self._solver, GradientDescent) and self.rates is None:
-            return PulledBack(after, after.d, -self._solver.lr)
+            return PulledBack(after, after.d, -self._solver.rate)
         by_d, by_g, by_memory, by_rate = {}, {}, {}, {}
         for name, d in point.d.items():
             # a linear step has the same derivative everywhere
@@ -202,8 +202,9 @@ class LinearUpdate(Update):
         """A gradient with which the solver's own learning rate α makes the step of another: α
         stands before gradients alone.
         """
-        assert isinstance(self._solver, GradientDescent | Nesterov)
-        return g * (rate / self._solver.lr)
+        solver = self._solver
+        assert isinstance(solver, GradientDescent | Nesterov)
+        return g * (rate / (solver.rate if isinstance(solver, GradientDescent) else solver.lr))
 
 
 def pulled_back(

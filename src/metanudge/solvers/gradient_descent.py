@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class GradientDescent:
 
     Args:
         lr: step size α. The inner problem has curvature up to L̂ + λ; steps above 2/(L̂ + λ)
-            diverge.
+            diverge. `"auto"`: a learner measures L̂ on the first tasks it sees, by differences of
+            gradients, and takes 0.1/(L̂ + λ); `learner.solver` then has the number.
         steps: K.
         tol: stop a task early once ‖∇g‖ is at most this.
         batch_size: support examples drawn (without replacement) for each step; default all. The
@@ -66,14 +68,26 @@ class GradientDescent:
         GradientDescent(lr=0.1, steps=5, tol=None, batch_size=None)
     """
 
-    lr: float
+    lr: float | Literal["auto"]
     steps: int
     tol: float | None = None
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_positive(self.lr, "lr", "Start with 0.1; stable steps are below 2/(curvature + lam).")
+        if self.lr != "auto":
+            fix = 'Start with 0.1, or "auto"; stable steps are below 2/(curvature + lam).'
+            check_positive(self.lr, "lr", fix)
         check_solver_options(self.steps, self.tol, self.batch_size)
+
+    @property
+    def rate(self) -> float:
+        """`lr` as a number; raises where it is not measured yet."""
+        if isinstance(self.lr, str):
+            raise ValueError(
+                f"lr={self.lr!r} is measured by a MetaLearner, at its first tasks. Give lr a number"
+                " here, e.g. GradientDescent(lr=0.1, steps=5)."
+            )
+        return self.lr
 
     def solve(self, oracle: Oracle, start: Params | None = None) -> Solution:
         """Minimise from `start` (default: d = 0)."""
@@ -82,7 +96,7 @@ class GradientDescent:
         d = oracle.zeros() if start is None else start
         trace = Trace(oracle)
         for step in range(self.steps):
-            trace.note(*oracle.descend(d, self.lr, step, self.batch_size))
+            trace.note(*oracle.descend(d, self.rate, step, self.batch_size))
         return trace.solution(d, torch.full_like(trace.last_residual, self.steps, dtype=torch.long))
 
     def memory(self, d: Params) -> Params:
@@ -94,9 +108,11 @@ class GradientDescent:
     ) -> tuple[Params, Params]:
         """One step."""
         if inplace:
-            torch._foreach_add_(list(d.values()), [g[name] for name in d], alpha=-self.lr)
+            torch._foreach_add_(list(d.values()), [g[name] for name in d], alpha=-self.rate)
             return d, memory
-        return {name: torch.add(leaf, g[name], alpha=-self.lr) for name, leaf in d.items()}, memory
+        return {
+            name: torch.add(leaf, g[name], alpha=-self.rate) for name, leaf in d.items()
+        }, memory
 
     def result(self, d: Params, memory: Params) -> Params:
         """The last iterate."""

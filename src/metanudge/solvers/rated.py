@@ -25,7 +25,10 @@ def own_rate(solver: Solver) -> float:
             f"learn_lr needs a fixed number of inner steps, but the solver has tol={solver.tol!r}."
             " Leave tol out."
         )
-    lr = rule_of(solver).lr if isinstance(solver, TorchOptimizer) else solver.lr
+    if isinstance(solver, TorchOptimizer):
+        lr = rule_of(solver).lr
+    else:
+        lr = solver.rate if isinstance(solver, GradientDescent) else solver.lr
     if not lr > 0:
         raise ValueError(
             f"learn_lr starts at the solver's lr, which is {lr!r}. Give it a positive one."

@@ -9,6 +9,8 @@ from metanudge.tasks.mnist1d import MNIST1D
 from metanudge.tasks.omniglot import Omniglot
 from metanudge.tasks.quadratic import Quadratic
 from metanudge.tasks.sinusoid import Sinusoid
+from metanudge.tasks.support import with_support
+from metanudge.tasks.text import EncodedText, Text
 
 SOURCES: dict[str, type[Episodes]] = {
     "mnist1d": MNIST1D,
@@ -22,10 +24,13 @@ with `SOURCES["name"] = Class`.
 __all__ = [
     "MNIST1D",
     "SOURCES",
+    "EncodedText",
     "Episodes",
     "Given",
     "Labelled",
     "Omniglot",
     "Quadratic",
     "Sinusoid",
+    "Text",
+    "with_support",
 ]

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metanudge.task import Batch
+from metanudge.task import Batch, TaskBatch
 from metanudge.tasks.draws import Keys, choose, fork
 from metanudge.tasks.episodes import SPLITS, Episodes, Split, Stream, check_split
 
@@ -191,7 +191,7 @@ class ClassEpisodes(Episodes):
         rows: NDArray[np.int64] = pool.rows[pool.starts[classes][..., None] + places]
         return rows
 
-    def draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch]:
+    def draw(self, keys: Keys, split: Split) -> tuple[Batch, Batch] | TaskBatch:
         """One task per key."""
         rows = self._rows(keys, split)
         return self._gather(rows[..., : self.shots]), self._gather(rows[..., self.shots :])

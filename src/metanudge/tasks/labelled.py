@@ -15,7 +15,7 @@ from torch import Tensor
 
 from metanudge.tasks.class_splits import FRACTIONS, Splits, split_classes
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import Sizes, Stream
+from metanudge.tasks.episodes import Sizes, Split, Stream
 from metanudge.tasks.read_csv import read_csv
 from metanudge.tasks.read_dataset import read_dataset
 from metanudge.tasks.read_folder import ImageSize, read_folder
@@ -78,16 +78,7 @@ class Labelled(ClassEpisodes):
         **stream: Unpack[Stream],
     ) -> None:
         examples = _as_examples(x)
-        labels, names = _as_labels(y)
-        if len(examples) != len(labels):
-            raise ValueError(
-                f"x has {len(examples)} examples and y has {len(labels)} labels. Each example needs"
-                " exactly one label."
-            )
-        parts = split_classes(names, splits, seed=split_seed)
-        pools = {
-            split: Pool.of(labels, names=names, keep=places) for split, places in parts.items()
-        }
+        pools = class_pools(y, len(examples), splits, split_seed)
         self.standardisation = _standardisation(standardise, examples, pools["train"])
         if self.standardisation is not None:
             examples = self.standardisation.apply(examples)
@@ -213,6 +204,20 @@ class Labelled(ClassEpisodes):
                 "standardised over the training classes; standardise=false leaves them as they are"
             )
         return source
+
+
+def class_pools(
+    y: Tensor | Sequence[Any] | NDArray[Any], examples: int, splits: Splits, seed: int
+) -> dict[Split, Pool]:
+    """The classes of each split; `y` has one label for each of the examples."""
+    labels, names = _as_labels(y)
+    if examples != len(labels):
+        raise ValueError(
+            f"x has {examples} examples and y has {len(labels)} labels. Each example needs"
+            " exactly one label."
+        )
+    parts = split_classes(names, splits, seed=seed)
+    return {split: Pool.of(labels, names=names, keep=places) for split, places in parts.items()}
 
 
 def _check_no_quantity(labels: Sequence[str], name: str) -> None:

@@ -152,7 +152,7 @@ def _parse(
     place = {name: number for number, name in enumerate(columns)}
     check_header(shown(file), columns, [*needed, *(numbers or ())])
     wanted = [name for name in columns if name not in text] if numbers is None else list(numbers)
-    if not wanted:
+    if not wanted and numbers is None:
         raise ValueError(
             f"{shown(file)} has no column besides {some(text)}. The other columns are the inputs."
         )
@@ -250,3 +250,9 @@ def as_number(cell: str, where: str) -> float:
             " the cell, leave the row out, or choose the columns with features=[...]."
         )
     return value
+
+
+def as_cell(value: Any) -> str:
+    """A value of a table as a CSV file would have it; nothing for a missing one."""
+    missing = value is None or value != value or str(value) in ("<NA>", "NaT")
+    return "" if missing else str(value)

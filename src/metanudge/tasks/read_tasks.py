@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from metanudge.names import shown, some
 from metanudge.tasks.read_csv import (
     Columns,
+    as_cell,
     as_number,
     check_filled,
     check_header,
@@ -138,7 +139,7 @@ def _from_frame(frame: Any, where: str, text: list[str], numbers: Sequence[str] 
     columns = [str(name) for name in frame.columns]
     check_header(where, columns, [*text, *(numbers or ())])
     wanted = [name for name in columns if name not in text] if numbers is None else list(numbers)
-    cells = {name: [_cell(value) for value in frame[name]] for name in [*text, *wanted]}
+    cells = {name: [as_cell(value) for value in frame[name]] for name in [*text, *wanted]}
     rows = [f"{where}, row {number}" for number in range(len(frame))]
     if not rows or not wanted:
         raise ValueError(f"{where} has no {'rows' if wanted else 'inputs'}.")
@@ -149,12 +150,6 @@ def _from_frame(frame: Any, where: str, text: list[str], numbers: Sequence[str] 
     found = {name: cells[name] for name in text}
     digest = hashlib.sha256(repr((wanted, values, found)).encode()).hexdigest()
     return Columns(tuple(wanted), np.array(values).T.copy(), found, rows, digest)
-
-
-def _cell(value: Any) -> str:
-    """As a CSV file would have it; nothing for a missing value."""
-    missing = value is None or value != value or str(value) in ("<NA>", "NaT")
-    return "" if missing else str(value)
 
 
 def _tasks(read: Columns, task: NDArray[np.int64], names: list[str], layout: Layout) -> TaskRows:

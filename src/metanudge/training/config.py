@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from metanudge.names import near
 from metanudge.training.device import Precision
 from metanudge.training.errors import UserError, check_text
-from metanudge.training.files import SEAL, is_intact, parse_json, read_text, seal
-from metanudge.training.upgrade import typed, upgrade
+from metanudge.training.files import SEAL, is_intact, read_text, seal
+from metanudge.training.upgrade import parsed, settings, upgrade
 from metanudge.version import __version__
 
 # What a resumed run may change: how far and where it goes, not what it computes.
@@ -41,6 +39,8 @@ TaskType = Literal["auto", "classification", "regression"]
 Baselines = Literal["all", "none"]
 GIVEN = ("task_column", "target", "support", "split_column", "time_column", "task_type")
 """What says that the data are given tasks, and how they are laid out."""
+TEXT = ("text", "label", "tokenizer", "encoder")
+"""The same for texts."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class TrainConfig:
         str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA", help_behavior_hint="")
     ] = ""
     """What to train on: mnist1d, omniglot, sinusoid, a FOLDER with one sub-folder per class, a .csv
-    file, or given tasks: a table with --task-column and --target, or a folder with one table a task
-    and --target.
+    file, texts with --text and --label, or given tasks: a table with --task-column and --target, or
+    a folder with one table a task and --target.
     """
 
     ways: int | None = None
@@ -97,10 +97,25 @@ class TrainConfig:
     task_type: TaskType = "auto"
     """Given tasks: classification, regression, or what the target looks like."""
 
+    text: str | None = None
+    """Texts (.csv, .tsv or .jsonl): the column with the text; --label names the class."""
+
+    label: str | None = None
+    """Texts: the column with the class. None: label."""
+
+    tokenizer: str | None = None
+    """Texts: bytes, or the folder or name of a tokenizer. None: that of --model hf:…, or bytes."""
+
+    encoder: str | None = None
+    """Texts: folder or name of a frozen encoder; its features, computed once, are the inputs."""
+
     model: str = "auto"
-    """auto, conv1d, conv4, mlp or transformer with options (conv4:channels=32), or your own as
-    module:attribute.
+    """auto, conv1d, conv4, mlp, text or transformer with options (conv4:channels=32), a text
+    classifier as hf:FOLDER or hf:NAME, or your own as module:attribute.
     """
+
+    peft: str = "none"
+    """Adapters for a model hf:…, whose own weights stay: lora:r=8,target_modules=[query,value]."""
 
     lam: float = 2.0
     """Stiffness λ of the proximal term that ties a task's parameters to the initialisation."""
@@ -130,8 +145,8 @@ class TrainConfig:
 
     solver: str = "auto"
     """How a task is adapted to: gradient_descent:lr=0.1,steps=5 (auto; for regression lr=0.01, for
-    given regression tasks steps=10 and lr from their curvature), nesterov, lbfgs, newton_cg,
-    torch_optimizer:optimizer=adam,lr=0.01,steps=5.
+    given regression tasks lr=auto,steps=10), nesterov, lbfgs, newton_cg; lr=auto: 0.1/(curvature
+    of the first tasks + λ), the number is kept. torch_optimizer:optimizer=adam,lr=0.01,steps=5.
     """
 
     estimator: str = "fobmaml"
@@ -296,36 +311,16 @@ class TrainConfig:
         """From `to_dict`'s result; fields left out have their defaults. Anything unknown or of the
         wrong type is refused.
         """
-        kinds = _kinds()
-        for key in values:
-            if key not in kinds:
-                raise UserError(
-                    f"{where} has an unknown setting {reprlib.repr(key)}.{near(key, kinds)} Correct"
-                    " or remove it."
-                )
-        checked = {key: typed(key, value, kinds[key], where) for key, value in values.items()}
-        for key, value in checked.items():
-            check_text(f"{where}: {key}", value)
-        return cls(**checked)
+        return cls(**settings(values, _kinds(), where))
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the configuration") -> TrainConfig:
         """From `to_json`'s result, of this version or an earlier one; `where` names the file in
         error messages.
         """
-        try:
-            values = parse_json(text)
-        except ValueError as error:
-            raise UserError(
-                f"{where} is not valid JSON ({error}). Correct it, or write a new one."
-            ) from error
-        if not isinstance(values, dict):
-            raise UserError(
-                f"{where} holds a {type(values).__name__}, not an object with settings. Use a run's"
-                " config.json."
-            )
-        settings = {key: value for key, value in values.items() if key not in (SEAL, "version")}
-        config = cls.from_dict(upgrade(settings, values.get("version"), where=where), where=where)
+        values = parsed(text, where)
+        recorded = {key: value for key, value in values.items() if key not in (SEAL, "version")}
+        config = cls.from_dict(upgrade(recorded, values.get("version"), where=where), where=where)
         if SEAL in values and not is_intact(values, indent=2):
             raise ChangedError(
                 f"{where} was changed after it was written: it does not match its own {SEAL}. Put"

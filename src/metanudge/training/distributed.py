@@ -198,8 +198,15 @@ def combine(
     if share.broken_off:
         assert signal is not None
         raise Interrupted(signal)
+    assert share.stats is not None
     names = (*means, "nu", "error", "gradient_norm")
-    return share.gradient, {name: getattr(share.stats, name) for name in names}, signal
+    values = {name: getattr(share.stats, name) for name in names}
+    return share.gradient, values | _told(share.stats.nudged), signal
+
+
+def _told(nudged: bool) -> dict[str, Any]:
+    """That query loss and accuracy are those of nudged solutions, where they are."""
+    return {"nudged": 1} if nudged else {}
 
 
 def _reduced(
@@ -218,6 +225,7 @@ def _reduced(
         own["nu"] = stats.nu or 0.0
         own["error"] = (stats.error or 0.0) * stats.gradient_norm
     sums = {name: weight * own.get(name, 0.0) for name in (*means, "nu", "error")}
+    sums["nudged"] = float(stats is not None and stats.nudged)
     sums["failed"] = float(share.failure is not None)
     sums["broken off"] = float(share.broken_off)
     for number in CODES:
@@ -234,7 +242,7 @@ def _reduced(
     values["nu"] = sums["nu"] or None
     values["error"] = sums["error"] / norm if sums["error"] and norm else None
     values["gradient_norm"] = norm
-    return gradient, values, signals[0] if signals else None
+    return gradient, values | _told(sums["nudged"] > 0), signals[0] if signals else None
 
 
 def _job(store: Any) -> str:

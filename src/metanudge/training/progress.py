@@ -150,6 +150,8 @@ def describe(values: dict[str, Any]) -> str:
     parts = [f"loss {values['query_loss']:.3g}"] if _given(values, "query_loss") else []
     if _given(values, "query_accuracy"):
         parts.append(f"accuracy {values['query_accuracy']:.1%}")
+    if parts and values.get("nudged"):
+        parts[-1] += " (nudged)"
     parts.append(f"residual {values['residual']:.2g}")
     if _given(values, "nu"):
         parts.append(f"ν {values['nu']:.3g}")

@@ -26,11 +26,11 @@ from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig
+from metanudge.training.data import DataShapes
 from metanudge.training.device import computing_in
 from metanudge.training.errors import UserError
 from metanudge.training.loop import load_weights
 from metanudge.training.sources import (
-    DataShapes,
     build_learner,
     build_source,
     check_splits,

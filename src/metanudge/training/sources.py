@@ -1,190 +1,30 @@
-"""How a configuration becomes an episode source and a learner: which data it names, with which
-options, and what a checkpoint remembers of them.
-"""
+"""How a configuration becomes an episode source and a learner."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
-from metanudge.engines import StackingError
 from metanudge.engines.randomness import mix
 from metanudge.estimators.run import check_learnable
 from metanudge.learner import MetaLearner
 from metanudge.problem import UnmatchedPattern
 from metanudge.rates import InnerRates, RatePer
-from metanudge.tasks import SOURCES, Episodes, Given, Labelled
-from metanudge.tasks.images import is_picture
+from metanudge.solvers import GradientDescent
+from metanudge.tasks import SOURCES, EncodedText, Episodes, Given, Text
 from metanudge.tasks.omniglot_files import DownloadError
-from metanudge.tasks.standardise import Standardisation
-from metanudge.testing.curvature import curvature
 from metanudge.training import specs
-from metanudge.training.config import GIVEN, LearnLr, TrainConfig, flag
+from metanudge.training.config import GIVEN, TEXT, LearnLr, TrainConfig
+from metanudge.training.data import Data, DataShapes
 from metanudge.training.device import device_called
 from metanudge.training.errors import UserError
-from metanudge.training.spec_language import known, normal, show_options, split_options
-from metanudge.training.specs import Shapes, convert, options_of
-
-TABLES = (".csv", ".tsv")
-_OWN_FLAGS = ("ways", "shots", "queries", "seed", "device", "dtype", *GIVEN)
-
-
-@dataclass(frozen=True)
-class DataShapes:
-    """What a checkpoint remembers of the data, so that a model can be built without them and inputs
-    be prepared as in training.
-    """
-
-    kind: Literal["classification", "regression"]
-    num_outputs: int
-    input_shape: tuple[int, ...]
-    columns: tuple[str, ...] | None = None
-    standardisation: Standardisation | None = None
-    targets: tuple[str, ...] = ()
-    labels: tuple[str, ...] = ()
-    target_scale: Standardisation | None = None
-
-    @classmethod
-    def of(cls, source: Shapes) -> DataShapes:
-        """The shapes of a source, and how a table's columns were prepared."""
-        shapes = source.kind, source.num_outputs, tuple(source.input_shape)
-        if isinstance(source, (Given, DataShapes)):
-            scales = source.columns, source.standardisation
-            return cls(*shapes, *scales, source.targets, source.labels, source.target_scale)
-        if isinstance(source, Labelled):
-            return cls(*shapes, source.columns, source.standardisation)
-        return cls(*shapes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values; what there is none of is left out."""
-        values: dict[str, Any] = {
-            "kind": self.kind,
-            "num_outputs": self.num_outputs,
-            "input_shape": list(self.input_shape),
-        }
-        if self.columns is not None:
-            values["columns"] = list(self.columns)
-        if self.standardisation is not None:
-            values["mean"] = list(self.standardisation.mean)
-            values["scale"] = list(self.standardisation.scale)
-        if self.targets:
-            values |= {"targets": list(self.targets), "labels": list(self.labels)}
-        if self.target_scale is not None:
-            values["target_mean"] = list(self.target_scale.mean)
-            values["target_scale"] = list(self.target_scale.scale)
-        return values
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DataShapes:
-        """From `to_dict`'s result."""
-
-        def scale(mean: str, scale: str) -> Standardisation | None:
-            found = mean in values
-            return Standardisation(tuple(values[mean]), tuple(values[scale])) if found else None
-
-        return cls(
-            values["kind"],
-            values["num_outputs"],
-            tuple(values["input_shape"]),
-            tuple(values["columns"]) if "columns" in values else None,
-            scale("mean", "scale"),
-            tuple(values.get("targets", ())),
-            tuple(values.get("labels", ())),
-            scale("target_mean", "target_scale"),
-        )
-
-
-@dataclass(frozen=True)
-class Data:
-    """Data that a configuration names.
-
-    Attributes:
-        name: as a finished configuration writes it.
-        what: as messages call it.
-        make: makes the source; its signature declares the data's options.
-        has_classes: whether a task has ways.
-    """
-
-    name: str
-    what: str
-    make: Callable[..., Episodes]
-    has_classes: bool = True
-
-    def options(self, text: str) -> dict[str, Any]:
-        """What `--data-options` says, as the types that are declared."""
-        raw = split_options(text, "--data-options")
-        for key in raw:
-            if key in _OWN_FLAGS:
-                raise UserError(
-                    f"--data-options: {key} has a flag of its own. Use {flag(key)} {raw[key]}."
-                )
-        return convert(raw, self.make, "--data-options", f"of {self.what}", but=_OWN_FLAGS)
-
-    def all_options(self, text: str, source: Episodes) -> str:
-        """Every option that has a value, as text, with what the source decided by itself: what a
-        later version does by default changes no recorded run.
-        """
-        given = self.options(text)
-        given |= self.decided(given, source)
-        declared = options_of(self.make).items()
-        values = {name: option.default for name, option in declared if name not in _OWN_FLAGS}
-        values |= given
-        return show_options({n: v for n, v in values.items() if v is not None or n in given})
-
-    def decided(self, given: dict[str, Any], source: Episodes) -> dict[str, Any]:
-        """The options that were left to the source, as it decided them."""
-        return {}
-
-    def as_remembered(self, given: dict[str, Any], shapes: DataShapes) -> dict[str, Any]:
-        """The options with which examples are prepared as those of a checkpoint were."""
-        return given
-
-
-class Folder(Data):
-    """A folder with one sub-folder per class."""
-
-    def decided(self, given: dict[str, Any], source: Episodes) -> dict[str, Any]:
-        """The size and channels of pictures."""
-        if not is_picture(source.input_shape):
-            return {}
-        channels, height, width = source.input_shape
-        found: dict[str, Any] = {}
-        if given.get("image_size", "auto") == "auto":
-            found["image_size"] = height if height == width else (height, width)
-        if given.get("grey") is None:
-            found["grey"] = channels == 1
-        return found
-
-    def as_remembered(self, given: dict[str, Any], shapes: DataShapes) -> dict[str, Any]:
-        """Pictures of the same size and channels, numbers on the same scale."""
-        fixed: dict[str, Any] = {}
-        if is_picture(shapes.input_shape):
-            fixed = {"image_size": shapes.input_shape[1:], "grey": shapes.input_shape[0] == 1}
-        return {**fixed, **given, "standardise": shapes.standardisation or False}
-
-
-class Table(Data):
-    """A .csv file."""
-
-    def as_remembered(self, given: dict[str, Any], shapes: DataShapes) -> dict[str, Any]:
-        """The same columns on the same scale."""
-        fixed = {} if shapes.columns is None else {"features": shapes.columns}
-        return {**fixed, **given, "standardise": shapes.standardisation or False}
-
-
-class GivenTasks(Table):
-    """A table with a task column, or a folder with one table a task."""
-
-    def as_remembered(self, given: dict[str, Any], shapes: DataShapes) -> dict[str, Any]:
-        """The same columns and targets on the same scales."""
-        return super().as_remembered(given, shapes) | {"target_scale": shapes.target_scale}
+from metanudge.training.hf_models import build_classifier, with_adapters
+from metanudge.training.own_data import given_tasks, own_data
+from metanudge.training.spec_language import Spec, known, normal
+from metanudge.training.specs import Shapes
+from metanudge.training.text_data import text_data
 
 
 def find_data(config: TrainConfig) -> Data:
@@ -197,60 +37,15 @@ def find_data(config: TrainConfig) -> Data:
         )
     given = {name: value for name in GIVEN if (value := getattr(config, name)) not in (None, "")}
     if any(given.get(name) not in (None, getattr(default, name)) for name in GIVEN):
-        return _given(config, given)
+        return given_tasks(config, given)
+    if any(getattr(config, name) is not None for name in TEXT):
+        return text_data(config)
     if (name := normal(text)) in SOURCES:
         return Data(name, name, SOURCES[name], SOURCES[name].kind == "classification")
-    path = Path(text).expanduser()
-    whole = str(path.resolve())
-    if path.is_dir():
-        return Folder(whole, "a folder", functools.partial(Labelled.from_folder, path))
-    if path.is_file():
-        if path.suffix.lower() not in TABLES:
-            raise UserError(
-                f"{path} is a file, but not a .csv. Give a folder with one sub-folder per class, or"
-                " a .csv file."
-            )
-        return Table(whole, "a .csv file", functools.partial(Labelled.from_csv, path))
-    if os.sep in text or path.suffix:
-        raise UserError(
-            f"There is no file or folder {text}. Give a folder with one sub-folder per class, or a"
-            " .csv file."
-        )
+    if (found := own_data(text)) is not None:
+        return found
     known(text, SOURCES, "data", "data set or folder")
     raise AssertionError("unreachable")
-
-
-def _given(config: TrainConfig, given: dict[str, Any]) -> Data:
-    """Given tasks, as the flags lay them out."""
-    path, said = Path(config.data).expanduser(), ", ".join(map(flag, given))
-    if not path.is_dir() and not (path.is_file() and path.suffix.lower() in (*TABLES, ".parquet")):
-        raise UserError(
-            f"{said}: {config.data} is neither a .csv or .parquet file nor a folder with one for"
-            " each task. Such flags are for given tasks."
-        )
-    targets = [name.strip() for name in config.target.split(",") if name.strip()]
-    if not targets:
-        raise UserError(f"{said}: which column is to be predicted? Name it with --target.")
-    if config.task_column is None and not path.is_dir():
-        raise UserError(
-            f"{said}: which column names the task that a row belongs to? Name it with"
-            " --task-column."
-        )
-    for name in ("ways", "shots", "queries"):
-        if getattr(config, name) is not None:
-            raise UserError(
-                f"{flag(name)} {getattr(config, name)}: given tasks have the classes and rows that"
-                " they have. --support says how many rows are adapted on."
-            )
-    for name in ("support", "time_column"):
-        if config.split_column is not None and getattr(config, name) is not None:
-            raise UserError(
-                f"{flag(name)} and --split-column contradict each other: the column says which"
-                " rows are adapted on. Leave one out."
-            )
-    given |= {"target": targets}
-    make = functools.partial(Given.from_table, path, **given)
-    return GivenTasks(str(path.resolve()), "given tasks", make)
 
 
 def build_source(
@@ -320,7 +115,10 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
     # Weights are drawn on the CPU, so that they are the same wherever the run goes.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(config.seed, 1))
-        model = specs.build_model(config.model, shapes)
+        build = build_classifier if config.model.startswith(specs.HF) else specs.build_model
+        model = build(config.model, shapes)
+        if config.peft != "none":
+            model = with_adapters(model, config.peft)
     model = model.to(device, getattr(torch, config.dtype)).train()
     loss = (
         torch.nn.functional.cross_entropy
@@ -370,29 +168,40 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
     else:
         ways = source.ways if source.kind == "classification" else None
         sizes = {"ways": ways, "shots": source.shots, "queries": source.queries}
-    if normal(config.solver) == "auto" and isinstance(source, Given):
-        config = dataclasses.replace(config, solver=_measured(config, source))
+    if isinstance(source, (Text, EncodedText)):
+        form = source.form
+        sizes |= {"tokenizer": form.tokenizer or None, "encoder": form.encoder or None}
+        sizes |= {"label": config.label or "label"}
     return dataclasses.replace(
         config,
         data=data.name,
         **sizes,
         data_options=data.all_options(config.data_options, source),
         model=str(specs.parse_model(config.model, source)),
-        solver=str(specs.parse_solver(config.solver, source.kind)),
+        solver=_measured(config, source),
         estimator=str(specs.parse_estimator(config.estimator)),
         optimizer=str(specs.parse_optimizer(config.optimizer)),
     )
 
 
-def _measured(config: TrainConfig, source: Given) -> str:
-    """Gradient descent with a step that suits the curvature of the first tasks: a tenth of what
-    would solve the stiffest direction at once, since meta-training finds steeper places.
+def _measured(config: TrainConfig, source: Episodes) -> str:
+    """The solver's spec with a number where its learning rate is to follow the curvature of the
+    first tasks: where the user says lr=auto, and by default for given regression tasks.
     """
-    if source.kind == "classification":
-        return config.solver
+    asked = normal(config.solver) != "auto"
+    wish = config.solver
+    if not asked and isinstance(source, Given) and source.kind == "regression":
+        wish = "gradient_descent:lr=auto,steps=10"
+    spec = specs.parse_solver(wish, source.kind)
+    if spec.options.get("lr") != "auto":
+        return str(spec)
+    plain = dataclasses.replace(config, solver=str(spec), learn_lr="none")
     try:
-        curved = curvature(build_learner(config, source), source.batch(range(config.tasks)))
-    except (RuntimeError, NotImplementedError, StackingError):  # no second derivatives side by side
-        return config.solver
-    # two digits, so that rounding elsewhere does not make another run of it
-    return f"gradient_descent:lr={0.1 / (curved + config.lam):.2g},steps=10"
+        learner = build_learner(plain, source)
+        learner.evaluate(source.batch(range(min(config.tasks, 8))), steps=1)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        if asked:
+            raise UserError(f"--solver {config.solver}: {error}") from error
+        return str(specs.parse_solver(config.solver, source.kind))
+    assert isinstance(learner.solver, GradientDescent)
+    return str(Spec(spec.name, {**spec.options, "lr": learner.solver.rate}))

@@ -8,14 +8,13 @@ declares its options by its own signature, and judges their values when it is ca
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import math
-import os
 import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,9 +27,12 @@ from metanudge.names import near
 from metanudge.solvers import SOLVERS, Solver, TorchOptimizer
 from metanudge.training.config import own_code
 from metanudge.training.errors import UserError
+from metanudge.training.own_code import import_own
 from metanudge.training.spec_language import Spec, known, normal, split, split_options, typed
 
 TaskKind = Literal["classification", "regression"]
+HF = "hf:"
+"""What a model of transformers is named by."""
 _OF_THE_SOLVER = ("optimizer", "steps", "tol", "batch_size")  # the others are the optimizer's
 _NO_OPTION = (
     inspect.Parameter.VAR_POSITIONAL,
@@ -250,9 +252,9 @@ def parameter_groups(
         )
         if parameters
     ]
-    if not learned:
-        return list(learner.parameters())
-    return [{"params": list(learner.model.parameters())}, *learned]
+    fixed = getattr(learner.model, "fixed_start", ())
+    own = [p for name, p in learner.model.named_parameters() if not name.startswith(fixed)]
+    return [{"params": own}, *learned] if learned else own
 
 
 # --- Models: one of ours, or the user's own as `module:attribute`, sized for the data
@@ -278,6 +280,9 @@ def parse_model(text: str, shapes: Shapes) -> Spec:
     """A model's spec; `auto` becomes the network that suits the data."""
     if normal(text) == "auto":
         return Spec(_suitable(shapes), {})
+    if text.startswith(HF):
+        folder = Path(name := text.removeprefix(HF)).expanduser()
+        return Spec(HF + str(folder.resolve()) if name and folder.is_dir() else text, {})
     name, raw, factory = _model_factory(text)
     return Spec(name, convert(raw, factory, "--model", name) if raw else {})
 
@@ -304,10 +309,12 @@ def build_model(text: str, shapes: Shapes) -> nn.Module:
 
 
 def is_made(text: str) -> bool:
-    """Whether a spec names something that makes a network, not a network that is there already and
-    can be trained once only.
-    """
-    return normal(text) == "auto" or not isinstance(_model_factory(text)[2], nn.Module)
+    """Whether a spec makes a network, and is not one that can be trained once only."""
+    return (
+        normal(text) == "auto"
+        or text.startswith(HF)
+        or not isinstance(_model_factory(text)[2], nn.Module)
+    )
 
 
 def _model_factory(text: str) -> tuple[str, dict[str, str], Any]:
@@ -315,36 +322,15 @@ def _model_factory(text: str) -> tuple[str, dict[str, str], Any]:
     if own := own_code(text):
         module, attribute, options = own
         name = f"{module}:{attribute}"
-        return name, split_options(options, f"--model {name}"), _import(module, attribute)
+        return name, split_options(options, f"--model {name}"), _own_model(module, attribute)
     name, raw = split("--model", text)
     name = known(name, ("auto", *models.MODELS), "--model", "model")
     return name, raw, models.MODELS.get(name)
 
 
-def _import(module: str, attribute: str) -> Any:
+def _own_model(module: str, attribute: str) -> Any:
+    found = import_own(module, attribute, "--model", makes="nn.Module")
     where = f"--model {module}:{attribute}"
-    if module.partition(".")[0] in sys.stdlib_module_names:
-        raise UserError(
-            f"{where}: {module} is a module of Python itself and makes no nn.Module. Name one of"
-            " yours."
-        )
-    here = os.getcwd()
-    # the installed command does not look in the current folder, `python -m` does
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, ValueError) as error:
-        raise UserError(
-            f"{where}: the module {module!r} cannot be imported ({error})."
-            " Give it as Python would import it from the current folder, e.g. my_nets:Net for"
-            " my_nets.py."
-        ) from error
-    except AttributeError as error:
-        names = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
-        raise UserError(f"{where}: {error}.{near(attribute, names)}") from error
     if not _makes_modules(found):
         kind = type(found).__name__
         what = f"the class {found.__qualname__}" if isinstance(found, type) else f"a {kind}"
@@ -372,11 +358,18 @@ def _makes_modules(found: Any) -> bool:
 
 def _suitable(shapes: Shapes) -> str:
     shape = shapes.input_shape
+    if (form := getattr(shapes, "form", None)) is not None:
+        return "text" if form.vocabulary else "features"
     if len(shape) == 3 and min(shape[1:]) >= 16:
         return "conv4"
     if shape == (40,) and shapes.kind == "classification":
         return "conv1d"
     return "mlp"
+
+
+def vocabulary_of(shapes: Shapes) -> int:
+    """How many tokens texts are made of; 0 where inputs are numbers."""
+    return getattr(getattr(shapes, "form", None), "vocabulary", 0)
 
 
 def _sizes(factory: Callable[..., Any], shapes: Shapes) -> dict[str, Any]:
@@ -394,6 +387,8 @@ def _sizes(factory: Callable[..., Any], shapes: Shapes) -> dict[str, Any]:
         "length": shape[-1],
     }
     accepted = options_of(factory)
+    if size := vocabulary_of(shapes):
+        facts["vocabulary"] = size
     if "d_model" in accepted and len(shape) == 2:
         facts |= {"length": shape[0], "d_model": shape[1]}
     return {name: value for name, value in facts.items() if name in accepted}

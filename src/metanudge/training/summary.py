@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from metanudge.evaluation import Evaluation, ci95
 from metanudge.learner import MetaLearner
 from metanudge.names import clock
 from metanudge.task import TaskBatch
-from metanudge.tasks import Episodes
+from metanudge.tasks import Episodes, Text
 from metanudge.tasks.episodes import Split
 from metanudge.tasks.images import is_picture
 from metanudge.training.config import TrainConfig
+from metanudge.training.curve import learning_curve
 from metanudge.training.device import environment
 from metanudge.training.distributed import Group
 from metanudge.training.files import (
@@ -30,7 +31,6 @@ from metanudge.training.files import (
     is_intact,
     parse_json,
     read_bytes,
-    replacing,
     seal,
     without_nan,
     write_text,
@@ -40,8 +40,6 @@ from metanudge.training.runs import CURVE, METRICS, SUMMARY
 from metanudge.training.sources import build_learner
 from metanudge.training.specs import is_made
 from metanudge.version import __version__
-
-_INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
 
 
 def facts(
@@ -77,6 +75,8 @@ def describe_inputs(source: Episodes) -> str:
     shape = source.input_shape
     size = "×".join(map(str, shape))
     what = f"images {size}" if is_picture(shape) else f"{size} number{'s' * (shape != (1,))}"
+    if isinstance(source, Text):
+        what = f"texts of up to {size} tokens"
     return what + (f" ({source.note})" if source.note else "")
 
 
@@ -169,7 +169,11 @@ def write_summary(
     write_text(folder / SUMMARY, seal(summary, indent=2))
     title = f"{Path(config.data).name} · {config.model.split(':')[0]} · {config.estimator}"
     learning_curve(
-        read_metrics(folder / METRICS, note=note), folder / CURVE, title=title, test=outcome.test
+        read_metrics(folder / METRICS, note=note),
+        folder / CURVE,
+        title=title,
+        test=outcome.test,
+        beside=None if beside is None else beside.as_dict(),
     )
 
 
@@ -257,92 +261,3 @@ def _trainable(learner: MetaLearner) -> int:
 
 
 # Pictures
-
-
-def smooth(values: Sequence[float], window: int) -> list[float]:
-    """The mean over the last `window` values (fewer at the beginning).
-
-    Example:
-        >>> smooth([1.0, 3.0, 5.0], 2)
-        [1.0, 2.0, 4.0]
-    """
-    return [
-        sum(part) / len(part)
-        for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))
-    ]
-
-
-def learning_curve(
-    rows: Sequence[dict[str, Any]], file: Path, *, title: str, test: dict[str, Any] | None = None
-) -> None:
-    """Draw query accuracy (loss, for regression) before and after adaptation over the meta-steps,
-    with the validations.
-
-    Args:
-        rows: as `read_metrics` gives them.
-        file: where the PNG goes.
-        title: what was trained.
-        test: the test result, drawn as a line, with keys "accuracy" or "loss".
-    """
-    quantity = "accuracy" if any(row.get("query_accuracy") is not None for row in rows) else "loss"
-    percent = quantity == "accuracy"
-    scale = 100.0 if percent else 1.0
-
-    def column(key: str) -> tuple[list[int], list[float]]:
-        found = [(row["step"], scale * row[key]) for row in rows if row.get(key) is not None]
-        return [step for step, _ in found], [value for _, value in found]
-
-    figure, axes = new_figure(8.0, 4.5)
-    window = max(1, len(column(f"query_{quantity}")[0]) // 30)
-    for key, color, label in (
-        (f"query_{quantity}_before", _BEFORE, "before adaptation"),
-        (f"query_{quantity}", _AFTER, "after adaptation"),
-    ):
-        steps, values = column(key)
-        axes.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
-        axes.plot(
-            steps, smooth(values, window), color=color, linewidth=2.0, label=f"training, {label}"
-        )
-    steps, values = column(f"val_{quantity}")
-    if steps:
-        axes.plot(
-            steps,
-            values,
-            "o-",
-            color=_VALIDATION,
-            markersize=5,
-            linewidth=1.2,
-            markeredgecolor="white",
-            label="validation",
-        )
-    if test is not None and test.get(quantity) is not None:
-        value = scale * test[quantity]
-        text = f"test {value:.1f} %" if percent else f"test {value:.3g}"
-        axes.axhline(value, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), label=text)
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
-    axes.set_xlabel("meta-step")
-    axes.set_ylabel("query accuracy (%)" if percent else "query loss")
-    if percent:
-        axes.set_ylim(0, 102)
-    elif all(
-        value > 0
-        for key in ("query_loss", "query_loss_before", "val_loss")
-        for value in column(key)[1]
-    ):
-        axes.set_yscale("log")
-    axes.grid(color=_FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right" if percent else "upper right", fontsize=9)
-    with replacing(file) as stream:
-        figure.savefig(stream, format="png")
-
-
-def new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """A figure that needs no display, and its axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()

@@ -23,6 +23,7 @@ from metanudge.estimators import NonFiniteError
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.config import TrainConfig, own_code
 from metanudge.training.continuing import Plan
+from metanudge.training.data import DataShapes
 from metanudge.training.device import computing_in, environment
 from metanudge.training.distributed import Group
 from metanudge.training.errors import (
@@ -40,7 +41,7 @@ from metanudge.training.errors import (
 from metanudge.training.files import RunLock
 from metanudge.training.loop import OutOfMemory, Surroundings, Trainer, load_weights, weights_of
 from metanudge.training.metrics import MetricsLog, Sink, Timing, open_sinks
-from metanudge.training.plan import claim, make_plan, make_trainer, read_data, try_out
+from metanudge.training.preparation import claim, make_plan, make_trainer, read_data, try_out
 from metanudge.training.progress import (
     ConsoleReporter,
     DivergenceWatch,
@@ -50,7 +51,6 @@ from metanudge.training.progress import (
     memory_used,
 )
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
-from metanudge.training.sources import DataShapes
 from metanudge.training.summary import Outcome, compared, facts, result_table, tested, write_summary
 from metanudge.version import __version__
 

@@ -21,6 +21,13 @@ def check_trust(config: TrainConfig, file: Path, *, but: Collection[str] = ()) -
             " (in Python: trust=True), or, on metanudge train, name the model yourself: --model"
             f" {shlex.quote(config.model)}"
         )
+    for setting in ("encoder", "tokenizer"):
+        name = None if setting in but else getattr(config, setting)
+        if name is not None and name != "bytes" and not Path(name).is_dir():
+            raise UserError(
+                f"{file} names {name}, which is no folder here and might be fetched. Where you"
+                " trust the file, add --trust (in Python: trust=True)."
+            )
     if "wandb" not in but and config.wandb:
         raise UserError(
             f"{file} has wandb: true, which sends settings and measurements to Weights & Biases."

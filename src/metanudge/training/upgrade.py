@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from metanudge.names import near
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, check_text
+from metanudge.training.files import parse_json
 from metanudge.version import __version__
 
 _RELEASE = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(?:[.+-]?[a-z][a-z0-9.+-]*)?", re.ASCII)
@@ -22,6 +23,36 @@ _UNRECORDED = "0.1"  # wrote no version
 _DATA_SETS_0_1 = ("mnist1d", "omniglot", "sinusoid")
 _TABLE_0_1 = {"delimiter": "','", "standardise": "false"}
 _FOLDER_0_1 = {"image_size": "28", "grey": "true"}
+
+
+def parsed(text: str | bytes, where: str) -> dict[str, Any]:
+    """The object with settings that a JSON document holds."""
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        raise UserError(
+            f"{where} is not valid JSON ({error}). Correct it, or write a new one."
+        ) from error
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{where} holds a {type(values).__name__}, not an object with settings. Use a run's"
+            " config.json."
+        )
+    return values
+
+
+def settings(values: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values, each of them known and of the type that it should have."""
+    for key in values:
+        if key not in kinds:
+            raise UserError(
+                f"{where} has an unknown setting {reprlib.repr(key)}.{near(key, kinds)} Correct"
+                " or remove it."
+            )
+    checked = {key: typed(key, value, kinds[key], where) for key, value in values.items()}
+    for key, value in checked.items():
+        check_text(f"{where}: {key}", value)
+    return checked
 
 
 def upgrade(values: Mapping[str, Any], version: object, *, where: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ReadyContender:
     """A contender that is ready to go.
 
     Attributes:
@@ -66,7 +66,7 @@ class Contender:
     label: str
     package: str
     method: str
-    prepare: Callable[[Workload], Prepared]
+    prepare: Callable[[Workload], ReadyContender]
     module: str | None = None
     install: str = ""
     cuda_only: bool = False

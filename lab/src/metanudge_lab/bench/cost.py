@@ -74,15 +74,15 @@ class Multiplication:
 
 
 @dataclass(frozen=True)
-class Cost:
+class LeastCost:
     """Operations and bytes of something, and the least time it takes."""
 
     flops: float
     bytes: float
     seconds: float
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
+    def __add__(self, other: LeastCost) -> LeastCost:
+        return LeastCost(
             self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds
         )
 
@@ -95,31 +95,31 @@ class CostModel:
     query: tuple[Multiplication, ...]
     tasks: int
 
-    def parts(self, work: Work, peaks: Peaks) -> dict[str, Cost]:
-        """Cost of every multiplication in a whole meta-step, by name."""
-        parts: dict[str, Cost] = {}
+    def parts(self, work: Work, peaks: Peaks) -> dict[str, LeastCost]:
+        """LeastCost of every multiplication in a whole meta-step, by name."""
+        parts: dict[str, LeastCost] = {}
         for layers, times in (
             (self.support, work.support_gradients),
             (self.query, work.query_gradients),
         ):
             for layer in layers:
                 cost = self._cost(layer.gradient(), times, peaks)
-                parts[layer.name] = parts.get(layer.name, Cost(0, 0, 0)) + cost
+                parts[layer.name] = parts.get(layer.name, LeastCost(0, 0, 0)) + cost
         for layer in self.support:
             cost = self._cost(layer.hessian_product(), work.hessian_products, peaks)
-            parts[layer.name] = parts.get(layer.name, Cost(0, 0, 0)) + cost
+            parts[layer.name] = parts.get(layer.name, LeastCost(0, 0, 0)) + cost
         return parts
 
-    def total(self, work: Work, peaks: Peaks) -> Cost:
-        """Cost of a whole meta-step."""
-        return sum(self.parts(work, peaks).values(), start=Cost(0, 0, 0))
+    def total(self, work: Work, peaks: Peaks) -> LeastCost:
+        """LeastCost of a whole meta-step."""
+        return sum(self.parts(work, peaks).values(), start=LeastCost(0, 0, 0))
 
-    def _cost(self, products: list[Product], times: float, peaks: Peaks) -> Cost:
-        cost = Cost(0, 0, 0)
+    def _cost(self, products: list[Product], times: float, peaks: Peaks) -> LeastCost:
+        cost = LeastCost(0, 0, 0)
         for product in products:
             flops, moved = self.tasks * product.flops, self.tasks * product.bytes
             seconds = max(flops / peaks.flops, moved / peaks.bytes_per_second(moved))
-            cost += Cost(times * flops, times * moved, times * seconds)
+            cost += LeastCost(times * flops, times * moved, times * seconds)
         return cost
 
 

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from metanudge.training.device import computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
-from metanudge_lab.bench.contender import Contender, Prepared
-from metanudge_lab.bench.cost import Cost, cost_model
+from metanudge_lab.bench.contender import Contender, ReadyContender
+from metanudge_lab.bench.cost import LeastCost, cost_model
 from metanudge_lab.bench.peaks import Peaks, measure_peaks
 from metanudge_lab.bench.suite import Result, context, enter, title_of, workload_of
 from metanudge_lab.bench.timing import round_robin
@@ -29,7 +29,7 @@ _LAUNCHES = (
 
 
 def explain(case: Case, contender: Contender, config: BenchConfig, device: torch.device) -> Result:
-    """Cost, bound and profile of one contender's meta-step, as JSON values."""
+    """LeastCost, bound and profile of one contender's meta-step, as JSON values."""
     workload = workload_of(case, config, device)
     with computing_in(config.precision, device):
         peaks = measure_peaks(device, config.precision, quick=config.quick)
@@ -63,7 +63,7 @@ def explain(case: Case, contender: Contender, config: BenchConfig, device: torch
     }
 
 
-def _layer(name: str, part: Cost, peaks: Peaks) -> Result:
+def _layer(name: str, part: LeastCost, peaks: Peaks) -> Result:
     arithmetic = part.flops / peaks.flops
     return {
         "name": name,
@@ -72,7 +72,7 @@ def _layer(name: str, part: Cost, peaks: Peaks) -> Result:
     }
 
 
-def _profile(prepared: Prepared, device: torch.device) -> Result:
+def _profile(prepared: ReadyContender, device: torch.device) -> Result:
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:

@@ -19,11 +19,13 @@ from metanudge.estimators import (
 )
 from metanudge.learner import MetaLearner
 from metanudge.solvers import GradientDescent
-from metanudge_lab.bench.contender import Contender, Gradient, Prepared, Work
+from metanudge_lab.bench.contender import Contender, Gradient, ReadyContender, Work
 from metanudge_lab.bench.workload import Workload
 
 
-def prepare(workload: Workload, estimator: Estimator, engine: EngineName = "auto") -> Prepared:
+def prepare(
+    workload: Workload, estimator: Estimator, engine: EngineName = "auto"
+) -> ReadyContender:
     """A learner around its own copy of the model."""
     model = workload.copy_model()
     solver = GradientDescent(lr=workload.lr, steps=workload.steps)
@@ -40,7 +42,7 @@ def prepare(workload: Workload, estimator: Estimator, engine: EngineName = "auto
     def work() -> Work:
         return Work(last[0].support_gradients, last[0].query_gradients, last[0].hessian_products)
 
-    return Prepared(step, work, engine=lambda: last[0].engine)
+    return ReadyContender(step, work, engine=lambda: last[0].engine)
 
 
 def _contender(name: str, label: str, estimator: Estimator, method: str) -> Contender:

@@ -134,7 +134,7 @@ def _first_steps(
         }
 
 
-def show(result: Result) -> list[tables.Table]:
+def show(result: Result) -> list[tables.TextTable]:
     """A result as tables."""
     if result["kind"] == "explain":
         return tables.explanation(result)

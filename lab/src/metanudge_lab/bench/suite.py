@@ -15,7 +15,7 @@ from metanudge.testing.memory import peak_memory
 from metanudge.training.device import computing_in
 from metanudge_lab.bench.cases import Case
 from metanudge_lab.bench.config import BenchConfig
-from metanudge_lab.bench.contender import Contender, Prepared
+from metanudge_lab.bench.contender import Contender, ReadyContender
 from metanudge_lab.bench.cost import CostModel, cost_model
 from metanudge_lab.bench.ours import OURS
 from metanudge_lab.bench.peaks import Peaks, measure_peaks
@@ -37,7 +37,7 @@ class Entrant:
     """
 
     contender: Contender
-    prepared: Prepared
+    prepared: ReadyContender
     warmup: list[float]
     memory: int
 
@@ -121,7 +121,7 @@ def enter(contender: Contender, workload: Workload, config: BenchConfig) -> Entr
     never again; on a CPU that of one more call.
     """
     device = workload.device
-    ready: list[Prepared] = []
+    ready: list[ReadyContender] = []
     times = Times()
 
     def first() -> None:

@@ -9,7 +9,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """A heading, columns, rows of text, and remarks below."""
 
     title: str
@@ -58,7 +58,7 @@ def amount(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def comparison(result: Result) -> Table:
+def comparison(result: Result) -> TextTable:
     """The table of a comparison, fastest first."""
     rows = result["rows"]
     fastest = min((row["seconds"]["median"] for row in rows), default=0.0)
@@ -91,7 +91,7 @@ def comparison(result: Result) -> Table:
             body[-1].insert(4, duration(seconds["cpu_median"]))
     if any("cpu_median" in row["seconds"] for row in rows):
         columns.insert(4, "CPU time")
-    return Table(
+    return TextTable(
         f"{result['title']}: {_work(result)}, on {where(result)}",
         tuple(columns),
         tuple(map(tuple, body)),
@@ -115,7 +115,7 @@ def _remarks(result: Result) -> list[str]:
     return notes
 
 
-def first_steps(result: Result) -> Table:
+def first_steps(result: Result) -> TextTable:
     """The table of what a fresh process takes to its first meta-step."""
     rows = tuple(
         (
@@ -132,10 +132,10 @@ def first_steps(result: Result) -> Table:
         "to the end of the first step",
         "the second step",
     )
-    return Table("How long the first meta-step takes", columns, rows)
+    return TextTable("How long the first meta-step takes", columns, rows)
 
 
-def scaling(result: Result) -> Table:
+def scaling(result: Result) -> TextTable:
     """The table of a scaling measurement: one line for every contender and axis."""
     lines = []
     for curve in result["curves"]:
@@ -149,7 +149,7 @@ def scaling(result: Result) -> Table:
             " at least 1.5 times the shortest."
         ),
     )
-    return Table(
+    return TextTable(
         title,
         ("contender", "quantity", "exponent", "measured"),
         tuple(lines),
@@ -158,7 +158,7 @@ def scaling(result: Result) -> Table:
     )
 
 
-def rounding(result: Result) -> Table:
+def rounding(result: Result) -> TextTable:
     """The table of rounding errors: one line for every contender, precision and path."""
     ratios = {(row["name"], row["precision"]): row for row in result["ratios"]}
     columns = ["contender", "precision", "path", "root mean square", "median", "largest"]
@@ -199,7 +199,7 @@ def rounding(result: Result) -> Table:
         f"{result['title']}: rounding errors of the meta-gradient, {_work(result)}, on"
         f" {where(result)}"
     )
-    return Table(title, tuple(columns), tuple(lines), tuple(notes), left=(0, 1, 2))
+    return TextTable(title, tuple(columns), tuple(lines), tuple(notes), left=(0, 1, 2))
 
 
 def _ratio(compared: Result) -> str:
@@ -215,7 +215,7 @@ def _value(curve: Result, value: float) -> str:
     return duration(value) if curve["quantity"] == "time" else amount(value, "B")
 
 
-def explanation(result: Result) -> list[Table]:
+def explanation(result: Result) -> list[TextTable]:
     """The cost model, the layers and the operators of an explained meta-step."""
     bound = result["roofline_s"]
     layers = tuple(
@@ -237,13 +237,13 @@ def explanation(result: Result) -> list[Table]:
         f" {where(result)}"
     )
     return [
-        Table(title, ("", "meta-step"), tuple(_facts(result)), left=(0, 1)),
-        Table(
+        TextTable(title, ("", "meta-step"), tuple(_facts(result)), left=(0, 1)),
+        TextTable(
             "What must be computed",
             ("multiplication, one task", "operations", "least traffic", "bound by", "of the bound"),
             layers,
         ),
-        Table(
+        TextTable(
             "Where the time goes (profiled: slower than unobserved)",
             (result["time_of"], "calls", "time", "share"),
             spent,

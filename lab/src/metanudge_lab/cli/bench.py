@@ -13,7 +13,7 @@ from metanudge_lab.bench.config import BenchConfig
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from metanudge_lab.bench.tables import Table
+    from metanudge_lab.bench.tables import TextTable
 
 EXAMPLES = """
 examples:
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _print(console: Console, table: Table) -> None:
+def _print(console: Console, table: TextTable) -> None:
     if not sys.stdout.isatty():
         print(f"\n{table}\n")
         return

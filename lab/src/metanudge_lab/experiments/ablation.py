@@ -23,10 +23,10 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
-    Table,
 )
 from metanudge_lab.experiments.network_errors import TARGETS, Exact
 from metanudge_lab.experiments.omniglot_runs import FIVE_WAY, Sizes, make_recipe, make_trial
@@ -225,7 +225,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
     return drawings
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Every trained variant: accuracies, and cosines and errors at the smallest number of steps."""
     steps = min(result.config.steps)
     kinds = [(point, key) for point in POINTS for key in TARGETS]
@@ -239,7 +239,7 @@ def table(result: Result[Config]) -> Table:
             quality = [_quality(result, key, point, choice) for point, key in kinds]
         rows.append((str(choice), *means, *quality))
     heads = [f"{point}, {TARGETS[key]}: cosine (error), K = {steps}" for point, key in kinds]
-    return Table(
+    return ResultTable(
         ("nudge, start, stencil, ν", *(name_of(result, *one) for one in shown), *heads), rows
     )
 

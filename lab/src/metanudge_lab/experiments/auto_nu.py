@@ -22,11 +22,11 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
     Statement,
-    Table,
     Verdict,
 )
 from metanudge_lab.experiments.spread import short
@@ -248,7 +248,7 @@ def _alt(result: Result[Config], nudge: str) -> str:
     )
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """The automatic choice and the best of the grid, the worst of the seeds by their ratio."""
     rows = []
     for nudge in result.distinct("nudge"):
@@ -287,7 +287,7 @@ def table(result: Result[Config]) -> Table:
         "ratio",
         "error against the K-step derivative",
     )
-    return Table(header, rows)
+    return ResultTable(header, rows)
 
 
 def judge(result: Result[Config]) -> Verdict:

@@ -28,8 +28,8 @@ To add an experiment `some-name` (its place in the paper's order is already in
             style.band(axes, errors, **style.line(method))
         return [Drawing(figure, alt="what the picture shows, in words and numbers")]
 
-    def table(result: Result[Config]) -> Table:
-        return Table(("method", "error at 20 steps"), [("MAML", 0.01), ...])
+    def table(result: Result[Config]) -> ResultTable:
+        return ResultTable(("method", "error at 20 steps"), [("MAML", 0.01), ...])
 
     def judge(result: Result[Config]) -> Verdict:   # from the rows; numbers are never typed
         return Verdict.of([Statement(error < other, "it is lower", "it is not")], "…")
@@ -186,7 +186,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     """Rows for the page; numbers are shown with three significant digits unless wrapped in
     `Shown`.
     """
@@ -212,7 +212,7 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class Measured:
+class FinishedCell:
     """One finished cell: its rows, how long they took, and which of the result's machines did
     it.
     """
@@ -240,7 +240,7 @@ class Result(Generic[C]):
     name: str
     mode: Mode
     config: C
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[FinishedCell] = field(default_factory=list)
     machines: list[dict[str, Any]] = field(default_factory=list)
     missing: list[Cell] = field(default_factory=list)
 
@@ -259,7 +259,7 @@ class Result(Generic[C]):
 
         Example:
             >>> result = Result("x", "quick", None,
-            ...     [Measured({"seed": 3}, [{"k": 1, "e": 0.5}, {"k": 2, "e": None}], 0.1, 0)])
+            ...     [FinishedCell({"seed": 3}, [{"k": 1, "e": 0.5}, {"k": 2, "e": None}], 0.1, 0)])
             >>> result.rows(k=1)
             [{'seed': 3, 'k': 1, 'e': 0.5}]
             >>> result.values("e")
@@ -350,7 +350,7 @@ class Experiment(Generic[C]):
     cells: Callable[[C], list[Cell]]
     measure: Callable[[Cell, C, torch.device], list[Row]]
     draw: Callable[[Result[C]], list[Drawing]]
-    table: Callable[[Result[C]], Table]
+    table: Callable[[Result[C]], ResultTable]
     judge: Callable[[Result[C]], Verdict]
     notes: str = ""
     compare: Callable[[Result[C]], Sequence[Statement]] = lambda result: ()

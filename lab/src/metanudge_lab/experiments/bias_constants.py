@@ -17,11 +17,11 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
     Statement,
-    Table,
     Verdict,
 )
 from metanudge_lab.experiments.spread import Spread, short
@@ -317,7 +317,7 @@ def _alt(result: Result[Config]) -> str:
     )
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """The formulas' ν beside the best one."""
     rows = []
     for stencil, multiple, delta in itertools.product(
@@ -332,7 +332,7 @@ def table(result: Result[Config]) -> Table:
             shown = (Shown.short(lam), Shown.short(nu), Shown.short(best), Shown.short(ratio))
             rows.append((stencil, f"{multiple:g}", f"{delta:g}", *shown))
     header = ("stencil", "λ over L̂₁", "δ", "λ", "the formula's ν", "best ν", "error over the least")
-    return Table(header, rows)
+    return ResultTable(header, rows)
 
 
 EXPERIMENT = Experiment(

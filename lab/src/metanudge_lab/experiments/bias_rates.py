@@ -25,11 +25,11 @@ from metanudge_lab.experiments.base import (
     Cell,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
     Statement,
-    Table,
     Verdict,
 )
 from metanudge_lab.experiments.bias_rates_figures import draw
@@ -147,7 +147,7 @@ def _tangents(
     return rows
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Fitted exponents beside the theory's."""
     by_nu, by_delta = laws(result, "nu"), laws(result, "delta")
     rows: list[tuple[str | Shown, ...]] = []
@@ -159,7 +159,7 @@ def table(result: Result[Config]) -> Table:
         best = Shown.number(found[1].nu_slope, ".3f", f" ({fraction(power)})")
         rows.append((problem, f"{stencil}, {nudge} nudge", *orders, best))
     orders_of = [f"{what} (theory)" for what in ("order in ν", "order in δ", "best ν in δ")]
-    return Table(("problem", "estimator", *orders_of), rows)
+    return ResultTable(("problem", "estimator", *orders_of), rows)
 
 
 def judge(result: Result[Config]) -> Verdict:

@@ -25,10 +25,10 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
-    Table,
 )
 from metanudge_lab.experiments.complexity_figures import costs
 from metanudge_lab.experiments.complexity_verdict import compare, judge
@@ -263,7 +263,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
     return [costs(result)]
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Costs at the last precision and the largest κ; exponents, and what Table 1 says of them."""
     last, largest = min(result.config.precisions), max(result.config.conditions)
     rows = []
@@ -299,7 +299,9 @@ def table(result: Result[Config]) -> Table:
         "K in κ, Nesterov",
         "K in log(1/ε), Nesterov",
     )
-    return Table((*header, "error in δ", "memory in K", "memory at that K, copies of θ"), rows)
+    return ResultTable(
+        (*header, "error in δ", "memory in K", "memory at that K, copies of θ"), rows
+    )
 
 
 def _count(value: float, unit: float = 1) -> Shown:

@@ -19,10 +19,10 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
-    Table,
 )
 from metanudge_lab.experiments.convergence_rows import (
     EXPONENTIAL,
@@ -226,7 +226,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
     ]
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Steps to ε and the best step size with all tasks; ‖∇F‖ at the end with one task a step."""
     rows = []
     for problem in result.distinct("problem"):
@@ -242,7 +242,7 @@ def table(result: Result[Config]) -> Table:
                 rows.append((problem, optimizer, steps, _rate(every), end, _rate(one)))
     steps_to = (f"steps to ‖∇F‖ ≤ {result.config.epsilon:g}", "step size")
     end_of = ("‖∇F‖ at the end, one task a step", "step size for it")
-    return Table(("problem", "optimizer", *steps_to, *end_of), rows)
+    return ResultTable(("problem", "optimizer", *steps_to, *end_of), rows)
 
 
 def _rate(found: Best | None) -> Shown | None:

@@ -18,10 +18,10 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
-    Table,
 )
 from metanudge_lab.experiments.error_parts import PARTS, ErrorParts
 from metanudge_lab.experiments.gradient_quality_rows import (
@@ -159,7 +159,7 @@ def _draw_parts(result: Result[Config]) -> Drawing:
     )
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Median error at some numbers of steps, and the cosine at the most."""
     last = result.config.steps[-1]
     shown = [steps for steps in result.config.steps if steps in (5, PAPER_STEPS, 50, 100, last)]
@@ -171,7 +171,7 @@ def table(result: Result[Config]) -> Table:
                 errors = [Shown.short(Spread.of(values).median) for values in found]
                 cosine = median(result, "cosine", method, lam, last)
                 rows.append((method, lam, *errors, Shown.number(cosine, ".4f")))
-    return Table(
+    return ResultTable(
         ("method", "λ", *(f"error, K = {steps}" for steps in shown), f"cosine, K = {last}"), rows
     )
 

@@ -19,11 +19,11 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
     Statement,
-    Table,
     Verdict,
 )
 from metanudge_lab.experiments.bias_constants import Nudged
@@ -225,7 +225,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
     ]
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Exponents, with the paper's."""
     rows: list[tuple[str | Shown, ...]] = []
     for noises in result.distinct("noises"):
@@ -238,7 +238,7 @@ def table(result: Result[Config]) -> Table:
             shown = Shown.number(found, ".2f", " of 1/ε")
             rows.append((noises, f"{stencil} differences", shown, share, total))
     header = ("solves", "of", "power of the steps", "in the paper")
-    return Table((*header, "with the outer steps (the paper's)"), rows)
+    return ResultTable((*header, "with the outer steps (the paper's)"), rows)
 
 
 EXPERIMENT = Experiment(

@@ -20,11 +20,11 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
     Statement,
-    Table,
     Verdict,
     numbers,
 )
@@ -252,7 +252,7 @@ def _legend(figure: Any) -> None:
     style.figure_legend(figure, handles, loc="outside lower center", ncols=4)
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Every λ of the grid and the learned one."""
     rows = []
     for name in result.distinct("problem"):
@@ -268,7 +268,7 @@ def table(result: Result[Config]) -> Table:
                 )
                 shown = Shown.number(first, ".3g", " (learned)" if kind == "learned" else "")
                 rows.append((name, shown, *(Shown.number(value, ".3g") for value in others)))
-    return Table(("problem", "λ", *COLUMNS.values()), rows)
+    return ResultTable(("problem", "λ", *COLUMNS.values()), rows)
 
 
 def judge(result: Result[Config]) -> Verdict:

@@ -23,11 +23,11 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
     Statement,
-    Table,
     Verdict,
 )
 from metanudge_lab.experiments.spread import Mean, short
@@ -206,7 +206,7 @@ def _mean(result: Result[Config], data: str, lam: float, inner: float) -> float:
     return Mean.of(found).mean if found else math.nan
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """For every λ the chosen inner rate, what it reaches, and L̂/λ."""
     rows = []
     for data, lam in itertools.product(result.distinct("data"), result.config.lams):
@@ -217,7 +217,9 @@ def table(result: Result[Config]) -> Table:
             shown = Shown(rate, f"{rate:g}" + (" (edge)" if edge else ""))
             largest = Shown.short(max(ratio(result, data, lam)))
             rows.append((data, lam, shown, Shown.of(found, 3), largest))
-    return Table(("data", "λ", "chosen inner rate", "on test tasks", "L̂₁ / λ (largest)"), rows)
+    return ResultTable(
+        ("data", "λ", "chosen inner rate", "on test tasks", "L̂₁ / λ (largest)"), rows
+    )
 
 
 EXPERIMENT = Experiment(

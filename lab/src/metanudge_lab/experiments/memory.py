@@ -29,10 +29,10 @@ from metanudge_lab.experiments.base import (
     Cell,
     Drawing,
     Result,
+    ResultTable,
     Row,
     Shown,
     Statement,
-    Table,
     Verdict,
 )
 
@@ -222,7 +222,7 @@ class Axis:
         style.legend(right, handles=handles, labels=labels)
         return [Drawing(figure, alt=self._alt(result, **where))]
 
-    def table(self, result: Result[Any], **where: Any) -> Table:
+    def table(self, result: Result[Any], **where: Any) -> ResultTable:
         """Megabytes at every size, and at the largest also relative to FO-MAML and the difference
         in copies of θ.
         """
@@ -248,7 +248,7 @@ class Axis:
             f"relative to FO-MAML at {self.at.format(sizes[-1])}",
             "the difference in copies of θ",
         )
-        return Table(("method", *head), rows)
+        return ResultTable(("method", *head), rows)
 
     def judge(self, result: Result[Any], **where: Any) -> Verdict:
         """The claim's parts: FO-B-MAML within the margin of FO-MAML and Reptile at every size;

@@ -14,10 +14,10 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Statement,
-    Table,
     Verdict,
 )
 
@@ -68,11 +68,11 @@ def draw(result: Result[Config]) -> list[Drawing]:
     return AXIS.draw(result, shots=result.distinct("shots")[0])
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Every number of shots."""
     tables = [(shots, AXIS.table(result, shots=shots)) for shots in result.distinct("shots")]
     head = tables[0][1].header
-    return Table(
+    return ResultTable(
         (head[0], "shots", *head[1:]),
         [(row[0], shots, *row[1:]) for shots, one in tables for row in one.rows],
     )

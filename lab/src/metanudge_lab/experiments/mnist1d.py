@@ -20,10 +20,10 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
-    Table,
 )
 from metanudge_lab.experiments.equal_cost import COUNTED, passes
 from metanudge_lab.experiments.mnist1d_rows import METHODS, at_equal_cost, curve, last_before
@@ -213,7 +213,7 @@ def _draw_grid(result: Result[Config], axes: Any) -> None:
     )
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Accuracy early and at the end, and the rates that tuning found."""
     shown = sorted({last_before(result, EARLY), max(result.config.at)})
     rows: list[tuple[str | int | Shown | None, ...]] = []
@@ -230,7 +230,7 @@ def table(result: Result[Config]) -> Table:
             rows.append((method, *after, passes(METHODS[method], m.STEPS), equal, rates))
     after_ = (f"after {k} iterations" for k in shown)
     cost = ("gradients a task and iteration", f"after {budget} gradients a task")
-    return Table(("method", *after_, *cost, "inner and meta-learning rate"), rows)
+    return ResultTable(("method", *after_, *cost, "inner and meta-learning rate"), rows)
 
 
 def _at_grid(result: Result[Config], inner: float, rate: float) -> float:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from metanudge_lab import style
-from metanudge_lab.experiments.base import Drawing, Result, Shown, Table, numbers
+from metanudge_lab.experiments.base import Drawing, Result, ResultTable, Shown, numbers
 from metanudge_lab.experiments.nu_sensitivity_rows import (
     KINKED,
     NOISY,
@@ -117,7 +117,7 @@ def _say_why(axes: Any, result: Result[Any], name: str) -> None:
     axes.set_yticks([])
 
 
-def table(result: Result[Any]) -> Table:
+def table(result: Result[Any]) -> ResultTable:
     """Median errors at some ν, the best of the grid, the rule's and the automatic choice."""
     shown = [nu for nu in result.config.nus if nu in (1e-5, 1e-3, 0.1, 1.0)]
     rows = []
@@ -141,7 +141,7 @@ def table(result: Result[Any]) -> Table:
         "step-aware",
         "automatic",
     )
-    return Table(header, rows)
+    return ResultTable(header, rows)
 
 
 def _choice(result: Result[Any], kind: str, target: str, where: dict[str, Any]) -> Shown:

@@ -6,7 +6,7 @@ from typing import Any
 
 from metanudge_lab import style
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Drawing, Result, Shown, Table
+from metanudge_lab.experiments.base import Drawing, Result, ResultTable, Shown
 from metanudge_lab.experiments.equal_cost import passes
 from metanudge_lab.experiments.omniglot_rows import PUBLISHED, at_end, final, lengths, measured
 from metanudge_lab.experiments.omniglot_runs import ESTIMATORS, MORE_STEPS, SHIFTED, watched
@@ -59,7 +59,7 @@ def _look(method: str, *, thin: bool) -> dict[str, Any]:
     return look | {"linewidth": 1.0, "markersize": 3, "label": None} if thin else look
 
 
-def table(result: Result[Any]) -> Table:
+def table(result: Result[Any]) -> ResultTable:
     """Accuracy at the end beside the published one."""
     rows = []
     for setting in result.distinct("setting"):
@@ -79,7 +79,9 @@ def table(result: Result[Any]) -> Table:
                     rows.append((*run, *shown, *took, _published(method, setting)))
     accuracy = ("accuracy, %", f"with {MORE_STEPS} steps, %")
     used_for = ("seeds", "gradients a task and meta-step", "minutes", "inner, meta-rate")
-    return Table(("setting", "method", "meta-steps", *accuracy, *used_for, "published, %"), rows)
+    return ResultTable(
+        ("setting", "method", "meta-steps", *accuracy, *used_for, "published, %"), rows
+    )
 
 
 def _curve(

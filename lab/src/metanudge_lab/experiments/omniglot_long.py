@@ -23,11 +23,11 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
     Statement,
-    Table,
     Verdict,
 )
 from metanudge_lab.experiments.omniglot_rows import PUBLISHED
@@ -285,7 +285,7 @@ def _look(method: str, setting: str) -> dict[str, Any]:
     )
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Accuracy at the end, with the steps of training and with others, and what a meta-step
     costs.
     """
@@ -312,7 +312,7 @@ def table(result: Result[Config]) -> Table:
         "gradients a task",
         "minutes",
     )
-    return Table((*header, *(f"K = {k}, %" for k in steps)), rows)
+    return ResultTable((*header, *(f"K = {k}, %" for k in steps)), rows)
 
 
 def judge(result: Result[Config]) -> Verdict:

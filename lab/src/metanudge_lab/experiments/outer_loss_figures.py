@@ -7,7 +7,7 @@ from typing import Any
 
 from metanudge_lab import style
 from metanudge_lab.experiments import quadratics as q
-from metanudge_lab.experiments.base import Drawing, Result, Shown, Table
+from metanudge_lab.experiments.base import Drawing, Result, ResultTable, Shown
 from metanudge_lab.experiments.outer_loss_rows import (
     LIMITED,
     LOSSES,
@@ -102,7 +102,7 @@ def _look(method: str) -> dict[str, Any]:
     return {**style.line(method), **above}
 
 
-def table(result: Result[Any]) -> Table:
+def table(result: Result[Any]) -> ResultTable:
     """The last excess loss at the best rate, which rate that was, and the loss in the limit."""
     names = ("at the inner solution", f"after {result.config.steps} inner steps")
     header = (
@@ -124,7 +124,7 @@ def table(result: Result[Any]) -> Table:
             )
             values += [Shown.short(last_of(result, method, loss, rate)), _rate(result, rate), limit]
         rows.append((method, *values))
-    return Table(header, rows)
+    return ResultTable(header, rows)
 
 
 def _rate(result: Result[Any], rate: float) -> Shown:

@@ -19,11 +19,11 @@ from metanudge_lab.experiments.base import (
     Drawing,
     Experiment,
     Result,
+    ResultTable,
     Row,
     Settings,
     Shown,
     Statement,
-    Table,
     Verdict,
 )
 from metanudge_lab.experiments.meta_optimizers import CLIPPED
@@ -229,7 +229,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
     return [Drawing(figure, alt=f"Meta-steps against ε, hard and easy instance. Hard: {told}.")]
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """Steps at every ε, and the exponent."""
     rows = []
     keys = itertools.product(result.config.instances, (False, True), result.config.methods)
@@ -244,7 +244,7 @@ def table(result: Result[Config]) -> Table:
             kind = "one" if sampled else "all"
             rows.append((instance, method, kind, *steps, power))
     at = (f"steps to {e:g}" for e in result.config.epsilons)
-    return Table(("instance", "optimizer", "tasks a step", *at, "power of 1/ε"), rows)
+    return ResultTable(("instance", "optimizer", "tasks a step", *at, "power of 1/ε"), rows)
 
 
 EXPERIMENT = Experiment(

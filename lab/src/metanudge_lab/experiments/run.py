@@ -16,7 +16,7 @@ from metanudge_lab.experiments import available, store
 from metanudge_lab.experiments.base import (
     Cell,
     Experiment,
-    Measured,
+    FinishedCell,
     Mode,
     Result,
     json_safe,
@@ -103,7 +103,7 @@ def run(
                 rows = json_safe(experiment.measure(dict(cell), result.config, device))
                 seconds = time.monotonic() - begun
                 longest = max(longest, seconds)
-                result = _with_cell(result, Measured(cell, rows, round(seconds, 3), machine))
+                result = _with_cell(result, FinishedCell(cell, rows, round(seconds, 3), machine))
                 store.save(file, result)
             show.finish(label(cell), seconds)
     finally:
@@ -190,7 +190,7 @@ def _with_machine(result: Result[Any], machine: dict[str, Any]) -> tuple[Result[
     return replace(result, machines=[*result.machines, machine]), len(result.machines)
 
 
-def _with_cell(result: Result[Any], measured: Measured) -> Result[Any]:
+def _with_cell(result: Result[Any], measured: FinishedCell) -> Result[Any]:
     return replace(
         result,
         measured=[*result.measured, measured],

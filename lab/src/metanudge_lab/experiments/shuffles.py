@@ -11,7 +11,7 @@ import random
 from collections import Counter, defaultdict
 from typing import Any
 
-from metanudge_lab.experiments.base import Experiment, Measured, Result, label
+from metanudge_lab.experiments.base import Experiment, FinishedCell, Result, label
 
 
 def shuffled(experiment: Experiment[Any], result: Result[Any], seed: int) -> Result[Any]:
@@ -19,7 +19,7 @@ def shuffled(experiment: Experiment[Any], result: Result[Any], seed: int) -> Res
     methods that have the same cells there.
     """
     dice = random.Random(seed)
-    units: dict[str, dict[Any, list[Measured]]] = defaultdict(lambda: defaultdict(list))
+    units: dict[str, dict[Any, list[FinishedCell]]] = defaultdict(lambda: defaultdict(list))
     for one in result.measured:
         if experiment.labels in one.cell:
             unit = label({key: one.cell.get(key) for key in experiment.unit})

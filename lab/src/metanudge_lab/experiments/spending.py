@@ -177,10 +177,10 @@ def memory(result: Result[Any], method: str, steps: float = math.inf) -> float:
     as at the last; NaN if not measured.
 
     Example:
-        >>> from metanudge_lab.experiments.base import Measured
+        >>> from metanudge_lab.experiments.base import FinishedCell
         >>> rows = [{"steps": k, "examples": 50, "memory": 3.0 + k} for k in (2, 4)]
         >>> result = Result("x", "quick", None,
-        ...     [Measured({"what": MEMORY, "method": "MAML"}, rows, 0.1, 0)])
+        ...     [FinishedCell({"what": MEMORY, "method": "MAML"}, rows, 0.1, 0)])
         >>> memory(result, "MAML", 3), memory(result, "MAML")
         (6.0, 7.0)
     """

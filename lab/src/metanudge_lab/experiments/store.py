@@ -20,7 +20,7 @@ from metanudge_lab.experiments.base import (
     MODES,
     Cell,
     Experiment,
-    Measured,
+    FinishedCell,
     Mode,
     Result,
     json_safe,
@@ -134,9 +134,9 @@ def _content(experiment: Experiment[Any], file: Path) -> dict[str, Any]:
     return content
 
 
-def _measured(file: Path, number: int, entry: Any) -> Measured:
+def _measured(file: Path, number: int, entry: Any) -> FinishedCell:
     try:
-        return Measured(
+        return FinishedCell(
             cell=dict(entry["cell"]),
             rows=list(entry["rows"]),
             seconds=float(entry["seconds"]),

@@ -12,7 +12,7 @@ import torch
 from metanudge.training.device import computing_in
 from metanudge_lab.device_memory import release
 from metanudge_lab.experiments import fewshot
-from metanudge_lab.experiments.base import Cell, Experiment, Result, Row, Shown, Table
+from metanudge_lab.experiments.base import Cell, Experiment, Result, ResultTable, Row, Shown
 from metanudge_lab.experiments.transformer_figures import draw
 from metanudge_lab.experiments.transformer_quality import COARSE, NAMES, qualities
 from metanudge_lab.experiments.transformer_rows import (
@@ -92,7 +92,7 @@ def _search(method: str, inner: float, config: Config, device: torch.device) -> 
     return rows
 
 
-def table(result: Result[Config]) -> Table:
+def table(result: Result[Config]) -> ResultTable:
     """By inner rate and estimate: cosines at each point, rates, losses and what was spent."""
     rows = [
         _line(result, method, "fp32", inner)
@@ -106,7 +106,7 @@ def table(result: Result[Config]) -> Table:
     ]
     head = ("inner rate", "estimate", *(f"cosine at {point}" for point in result.config.points))
     rest = ("meta-rate", "loss", "loss, equal gradients", "loss, equal seconds", "gradients")
-    return Table((*head, *rest, "seconds", "diverged"), rows)
+    return ResultTable((*head, *rest, "seconds", "diverged"), rows)
 
 
 def _line(

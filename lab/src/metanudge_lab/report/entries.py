@@ -15,7 +15,7 @@ from metanudge.training.errors import UserError
 from metanudge_lab import claims
 from metanudge_lab.claims import CLAIMS, Claim
 from metanudge_lab.experiments import available, load
-from metanudge_lab.experiments.base import Drawing, Experiment, Result, Shown, Table, Verdict
+from metanudge_lab.experiments.base import Drawing, Experiment, Result, ResultTable, Shown, Verdict
 from metanudge_lab.experiments.store import find, result_file
 
 _SENTENCE = re.compile(r"(?<=[.)])\s+(?=[A-Z])")
@@ -49,7 +49,7 @@ class Entry:
     measured: str
     reason: str
     result: Result[Any] | None = None
-    table: Table | None = None
+    table: ResultTable | None = None
     drawings: list[Drawing] = field(default_factory=list)
     aside: str = ""
     verdict: Verdict | None = None

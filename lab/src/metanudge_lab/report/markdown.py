@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metanudge_lab.experiments.base import Table
+from metanudge_lab.experiments.base import ResultTable
 from metanudge_lab.experiments.spread import CONVENTION
 from metanudge_lab.report.entries import Entry, answers, text_of
 from metanudge_lab.report.figures import file_name
@@ -96,7 +96,7 @@ def _section(entry: Entry) -> list[str]:
     return lines
 
 
-def _table(table: Table) -> list[str]:
+def _table(table: ResultTable) -> list[str]:
     rows = [" | ".join(_cell(text_of(value)) for value in row) for row in table.rows]
     return [
         f"| {' | '.join(map(_cell, table.header))} |",

@@ -46,6 +46,7 @@ from metanudge.training.errors import CheckpointError
 from metanudge.training.files import temporary_name
 
 STATE = "state.json"
+EXTRA = "_extra_state"  # as torch names what a module has beside tensors
 
 
 def save_sharded(
@@ -157,8 +158,7 @@ def load_sharded(
     with torch.no_grad():
         for name, tensor in _tensors(learner).items():
             tensor.copy_(targets[f"learner/{name}"])
-    learner.calls = own["calls"]
-    learner.tuner.load_state_dict(own["tuner"])
+    learner.set_extra_state(targets[f"learner/{EXTRA}"])
     return manifest["step"], own["user"]
 
 
@@ -168,11 +168,7 @@ def _taken_apart(
     """All tensors under their names, and a JSON document of the rest."""
     names: dict[Tensor, str] = {p: name for name, p in _parameters(learner).items()}
     tensors = {f"learner/{n}": t for n, t in _tensors(learner).items()}
-    own: dict[str, Any] = {
-        "calls": learner.calls,
-        "tuner": learner.tuner.state_dict(),
-        "user": state,
-    }
+    own: dict[str, Any] = {"user": state}
     if optimizer is not None:
         own["groups"] = [
             {**group, "params": [names[p] for p in group["params"]]}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from metanudge.baselines import Comparison
+from metanudge.training.curve import new_figure
 from metanudge.training.files import replacing, without_nan
-from metanudge.training.summary import new_figure
 
 BatchNormProtocol = Literal["transductive", "inductive"]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from metanudge.estimators import NonFiniteError
 from metanudge.names import some
+from metanudge.task import Batch, map_tensors
 from metanudge.tasks.read_csv import as_number, read_columns
 from metanudge.training import runs
 from metanudge.training.errors import UserError
@@ -32,8 +33,8 @@ def adapt(
 
     Args:
         run: a run, or its folder.
-        support: a folder with one sub-folder per class that holds a few examples, or a table (.csv)
-            with a label or target column.
+        support: a folder with one sub-folder per class that holds a few examples, or a table (.csv;
+            of texts also .tsv, .jsonl) with a label or target column.
         steps: adaptation steps, if not as many as in training.
         trust: import the code that the run's configuration names, where its model is not one of
             ours.
@@ -58,7 +59,7 @@ def adapt(
             f" classes, or train a run with --ways {len(classes)}."
         )
     device = next(run.learner.parameters()).device
-    inputs = how.tensor(raw).to(device)
+    inputs = map_tensors(lambda t: t.to(device), how.inputs(raw))
     targets = torch.tensor([classes.index(label) for label in labels], device=device)
     model = _adapted(run, inputs, targets, support, steps)
     return Classifier(model, classes, how, inputs, tuple(labels.count(name) for name in classes))
@@ -105,7 +106,7 @@ def _regressor(run: Run, support: Path, steps: int | None) -> Regressor:
 
 
 def _adapted(
-    run: Run, inputs: Tensor, targets: Tensor, support: object, steps: int | None
+    run: Run, inputs: Batch, targets: Tensor, support: object, steps: int | None
 ) -> nn.Module:
     """The run's model after adaptation, in evaluation mode and frozen."""
     try:

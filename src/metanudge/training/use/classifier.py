@@ -13,6 +13,9 @@ from typing import IO
 import torch
 from torch import Tensor, nn
 
+from metanudge.objective import Objective
+from metanudge.task import Batch, map_tensors, tensors
+from metanudge.training.errors import UserError
 from metanudge.training.use.examples import examples_to_label, explained
 from metanudge.training.use.export import export_model
 from metanudge.training.use.preprocessing import Preprocessing
@@ -55,7 +58,7 @@ class Classifier:
     model: nn.Module
     classes: tuple[str, ...]
     preprocessing: Preprocessing
-    support: Tensor
+    support: Batch
     counts: tuple[int, ...]
 
     @property
@@ -63,10 +66,13 @@ class Classifier:
         """Whether an Omniglot learner was shown light ink on dark paper."""
         return self.preprocessing.invert and float(self.support.mean()) > 0.5
 
-    def logits(self, inputs: Tensor) -> Tensor:
+    def logits(self, inputs: Batch) -> Tensor:
         """`(n, classes)` for preprocessed inputs `(n, *input_shape)`."""
+        device = tensors(self.support)[0].device
+        objective = Objective(self.model, nn.functional.cross_entropy)  # knows all forms of inputs
         with torch.no_grad():
-            logits: Tensor = self.model(inputs.to(self.support.device))
+            found, _ = objective.output((map_tensors(lambda t: t.to(device), inputs), None))
+        logits: Tensor = found
         return logits
 
     def predict(self, path: str | os.PathLike[str]) -> Iterator[Prediction]:
@@ -80,7 +86,7 @@ class Classifier:
             examples = examples_to_label(Path(path), self.preprocessing, self.classes)
             while part := list(islice(examples, FILES_AT_ONCE)):
                 raw = torch.stack([example for _, _, example in part])
-                chances = self.logits(self.preprocessing.tensor(raw)).double().softmax(1).cpu()
+                chances = self.logits(self.preprocessing.inputs(raw)).double().softmax(1).cpu()
                 for (file, truth, _), row in zip(part, chances, strict=True):
                     best = int(row.argmax())
                     yield Prediction(
@@ -103,6 +109,11 @@ class Classifier:
             program: write the program; turn this off for models that `torch.export` cannot trace.
             overwrite: replace an exported model that is there already.
         """
+        if program and self.preprocessing.has_tokens:
+            raise UserError(
+                "A torch.export program takes numbers, and this model reads tokens with their mask."
+                " Export without it: --no-program, or export(..., program=False)."
+            )
         about = {
             "classes": list(self.classes),
             "support_examples": dict(zip(self.classes, self.counts, strict=True)),

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from metanudge.tasks.read_csv import Table, read_csv
 from metanudge.tasks.read_folder import examples_among, is_visible, read_file, read_folder
+from metanudge.tasks.read_texts import TEXT_FILES, Texts, read_texts
 from metanudge.training.errors import UserError
-from metanudge.training.sources import TABLES
+from metanudge.training.own_data import TABLES
 from metanudge.training.use.preprocessing import Preprocessing
 
 
 def read_support(path: Path, how: Preprocessing) -> tuple[Tensor, list[str], Preprocessing]:
     """Raw examples, their labels, and the preprocessing with the table's columns filled in."""
+    if how.form is not None:
+        texts = _texts(path, how, "--support", labelled=True)
+        return how.form.raw(texts.texts), texts.labels, how
     if _is_table(path):
         table, values = _read_table(path, how)
         return values, table.labels, replace(how, columns=table.columns)
@@ -36,6 +40,12 @@ def examples_to_label(
     path: Path, how: Preprocessing, classes: Sequence[str]
 ) -> Iterator[tuple[str, str | None, Tensor]]:
     """Name, true class if known, and raw tensor of every example."""
+    if how.form is not None:
+        texts = _texts(path, how, "--predict", labelled=False)
+        raw = how.form.raw(texts.texts)
+        for number, (row, label) in enumerate(zip(raw, texts.labels, strict=True), start=1):
+            yield f"{path.name}:{number}", label if label in classes else None, row
+        return
     if _is_table(path):
         yield from _rows(path, how, classes)
         return
@@ -55,6 +65,17 @@ def examples_to_label(
         how.check(raw[None], file)
         truth = file.parent.name if file.parent != root and file.parent.name in classes else None
         yield file.relative_to(root).as_posix(), truth, raw
+
+
+def _texts(path: Path, how: Preprocessing, flag: str, *, labelled: bool) -> Texts:
+    if path.suffix.lower() not in TEXT_FILES or not path.is_file():
+        raise UserError(
+            f"{flag} {path} is no table of texts. Give a {', '.join(TEXT_FILES)} file with the"
+            f" column {how.text!r}."
+        )
+    return read_texts(
+        path, text=how.text, label=how.label, delimiter=how.delimiter, labelled=labelled
+    )
 
 
 def _is_table(path: Path) -> bool:

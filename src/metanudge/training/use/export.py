@@ -23,7 +23,7 @@ LARGEST_EXPORT_ERROR = 1e-5
 def export_model(
     model: nn.Module,
     folder: str | os.PathLike[str],
-    support: Tensor,
+    support: Any,
     about: Mapping[str, Any],
     *,
     program: bool,

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metanudge.task import Batch
 from metanudge.tasks import SOURCES
 from metanudge.tasks.images import is_picture
 from metanudge.tasks.read_csv import read_csv, read_header
 from metanudge.tasks.standardise import Standardisation
+from metanudge.tasks.text import TextForm
 from metanudge.training.errors import UserError
+from metanudge.training.own_data import TABLES
 from metanudge.training.runs import Run
-from metanudge.training.sources import TABLES
 from metanudge.training.spec_language import split_options
 from metanudge.training.specs import convert
 
@@ -37,6 +39,8 @@ class Preprocessing:
         delimiter: what separates the cells of a table; None for what its first line is made with.
         mean, scale: taken from and divided out of the numbers of an example, one each; None where
             they are left as they are.
+        text: the column with texts in a table.
+        form: how a text becomes tokens or features; None where examples are no texts.
     """
 
     input_shape: tuple[int, ...]
@@ -49,14 +53,26 @@ class Preprocessing:
     delimiter: str | None = None
     mean: tuple[float, ...] | None = None
     scale: tuple[float, ...] | None = None
+    text: str = "text"
+    form: TextForm | None = None
 
     @classmethod
     def of(cls, run: Run) -> Preprocessing:
         """What a run's training data went through."""
         shape = run.shapes.input_shape
         image = is_picture(shape)
-        is_table = run.shapes.targets or Path(run.config.data).suffix.lower() in TABLES
+        form = run.shapes.form
+        is_table = run.shapes.targets or (
+            form is None and Path(run.config.data).suffix.lower() in TABLES
+        )
         table = _table_options(run) if is_table else {}
+        if form is not None:
+            options = split_options(run.config.data_options, "--data-options")
+            table = {"text": run.config.text, "label": run.config.label or "label", "form": form}
+            table |= convert(
+                {key: options[key] for key in options if key == "delimiter"},
+                read_csv, "--data-options", "of texts",
+            )  # fmt: skip
         found = run.shapes.standardisation
         return cls(
             input_shape=shape,
@@ -81,6 +97,15 @@ class Preprocessing:
         if raw.dtype == torch.uint8:
             return (255 - raw if self.invert else raw).to(dtype) / 255
         return raw.to(dtype) if raw.is_floating_point() or raw.dtype == torch.bool else raw.long()
+
+    def inputs(self, raw: Tensor) -> Batch:
+        """What the model is called with: a tensor, or a mapping of tokens and their mask."""
+        return self.form.inputs(raw) if self.has_tokens and self.form else self.tensor(raw)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the model reads token numbers of texts."""
+        return self.form is not None and not self.form.encoder
 
     def check(self, raw: Tensor, where: object) -> None:
         """Refuse examples of another shape than the model's, and numbers that are not finite as

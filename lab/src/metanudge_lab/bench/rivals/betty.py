@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metanudge_lab.bench.contender import Contender, Gradient, Prepared, Work
+from metanudge_lab.bench.contender import Contender, Gradient, ReadyContender, Work
 from metanudge_lab.bench.workload import Workload
 
 Batch = tuple[Tensor, Tensor]
@@ -57,7 +57,7 @@ def problems(workload: Workload, result: dict[str, Tensor]) -> tuple[Any, Any]:
     return Outer, Inner
 
 
-def prepare(workload: Workload, *, cg_steps: int = 5) -> Prepared:
+def prepare(workload: Workload, *, cg_steps: int = 5) -> ReadyContender:
     """An engine whose run is one meta-step: K inner steps for each task, the outer problem
     accumulating their gradients.
     """
@@ -92,7 +92,7 @@ def prepare(workload: Workload, *, cg_steps: int = 5) -> Prepared:
         run.run()
         return dict(result)
 
-    return Prepared(step, lambda: Work(steps, 1, cg_steps))
+    return ReadyContender(step, lambda: Work(steps, 1, cg_steps))
 
 
 CONTENDERS = (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from metanudge_lab.bench.contender import Contender, Gradient, Prepared, Work
+from metanudge_lab.bench.contender import Contender, Gradient, ReadyContender, Work
 from metanudge_lab.bench.rivals import counts
 from metanudge_lab.bench.rivals import vmap as by_vmap
 from metanudge_lab.bench.workload import Workload
@@ -110,7 +110,7 @@ def prepare(
     workload: Workload,
     make: Callable[[Workload, nn.Module], Callable[..., Params]],
     work: Callable[[Workload], Work],
-) -> Prepared:
+) -> ReadyContender:
     """The compiled meta-step."""
     model, theta = by_vmap.model_and_theta(workload)
     with_patches(model)
@@ -128,16 +128,16 @@ def prepare(
             torch.compiler.cudagraph_mark_step_begin()
         return compute(theta, *data)
 
-    return Prepared(step, lambda: work(workload), engine=lambda: "torch.compile")
+    return ReadyContender(step, lambda: work(workload), engine=lambda: "torch.compile")
 
 
-def _maml(workload: Workload) -> Prepared:
+def _maml(workload: Workload) -> ReadyContender:
     return prepare(
         workload, lambda w, model: by_vmap.meta_gradient(w, model, second_order=True), counts.maml
     )
 
 
-def _fomaml(workload: Workload) -> Prepared:
+def _fomaml(workload: Workload) -> ReadyContender:
     return prepare(
         workload,
         lambda w, model: by_vmap.meta_gradient(w, model, second_order=False),
@@ -145,7 +145,7 @@ def _fomaml(workload: Workload) -> Prepared:
     )
 
 
-def _nudge(workload: Workload) -> Prepared:
+def _nudge(workload: Workload) -> ReadyContender:
     return prepare(workload, gradient_nudge, lambda w: Work(3 * w.steps, 1))
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import torch
 
-from metanudge_lab.bench.contender import Contender, Gradient, Prepared
+from metanudge_lab.bench.contender import Contender, Gradient, ReadyContender
 from metanudge_lab.bench.rivals import counts, vmap
 from metanudge_lab.bench.workload import Workload
 
 
-def prepare(workload: Workload, *, second_order: bool) -> Prepared:
+def prepare(workload: Workload, *, second_order: bool) -> ReadyContender:
     """Record a step; every replay first copies the tasks to where the recording reads them, as a
     training loop must.
     """
@@ -35,7 +35,7 @@ def prepare(workload: Workload, *, second_order: bool) -> Prepared:
         graph.replay()
         return result
 
-    return Prepared(
+    return ReadyContender(
         step,
         lambda: counts.maml(workload) if second_order else counts.fomaml(workload),
         engine=lambda: "CUDA graph",

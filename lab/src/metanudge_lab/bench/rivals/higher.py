@@ -6,12 +6,12 @@ import importlib
 
 import torch
 
-from metanudge_lab.bench.contender import Contender, Gradient, Prepared
+from metanudge_lab.bench.contender import Contender, Gradient, ReadyContender
 from metanudge_lab.bench.rivals import counts
 from metanudge_lab.bench.workload import Workload
 
 
-def prepare_maml(workload: Workload) -> Prepared:
+def prepare_maml(workload: Workload) -> ReadyContender:
     """Second order: gradients flow back to the module's own weights
     (`copy_initial_weights=False`).
     """
@@ -32,10 +32,10 @@ def prepare_maml(workload: Workload) -> Prepared:
                 (workload.loss(adapted(qx[task]), qy[task]) / len(sx)).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    return Prepared(step, lambda: counts.maml(workload))
+    return ReadyContender(step, lambda: counts.maml(workload))
 
 
-def prepare_fomaml(workload: Workload) -> Prepared:
+def prepare_fomaml(workload: Workload) -> ReadyContender:
     """First order: no graph across steps, the gradient is taken at the adapted weights."""
     higher = importlib.import_module("higher")
     model = workload.copy_model()
@@ -58,7 +58,7 @@ def prepare_fomaml(workload: Workload) -> Prepared:
                 )
         return dict(zip(names, total, strict=True))
 
-    return Prepared(step, lambda: counts.fomaml(workload))
+    return ReadyContender(step, lambda: counts.fomaml(workload))
 
 
 _INSTALL = "pip install 'metanudge-lab[rivals]'"

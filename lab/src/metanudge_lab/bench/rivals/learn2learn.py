@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 
-from metanudge_lab.bench.contender import Contender, Gradient, Prepared
+from metanudge_lab.bench.contender import Contender, Gradient, ReadyContender
 from metanudge_lab.bench.rivals import counts
 from metanudge_lab.bench.workload import Workload
 
 
-def prepare(workload: Workload, *, first_order: bool) -> Prepared:
+def prepare(workload: Workload, *, first_order: bool) -> ReadyContender:
     """A wrapped module; clones of it adapt, and gradients flow back to its weights."""
     algorithms = importlib.import_module("learn2learn.algorithms")
     model = workload.copy_model()
@@ -25,7 +25,9 @@ def prepare(workload: Workload, *, first_order: bool) -> Prepared:
             (workload.loss(learner(qx[task]), qy[task]) / len(sx)).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    return Prepared(step, lambda: counts.fomaml(workload) if first_order else counts.maml(workload))
+    return ReadyContender(
+        step, lambda: counts.fomaml(workload) if first_order else counts.maml(workload)
+    )
 
 
 _INSTALL = "pip install learn2learn (from source on recent Pythons)"

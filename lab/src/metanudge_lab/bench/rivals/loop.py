@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from metanudge_lab.bench.contender import Contender, Gradient, Prepared
+from metanudge_lab.bench.contender import Contender, Gradient, ReadyContender
 from metanudge_lab.bench.rivals import counts
 from metanudge_lab.bench.workload import Workload
 
 
-def prepare_maml(workload: Workload) -> Prepared:
+def prepare_maml(workload: Workload) -> ReadyContender:
     """Second order: the graph of every inner step is kept, and one backward pass goes through all
     of them.
     """
@@ -39,10 +39,10 @@ def prepare_maml(workload: Workload) -> Prepared:
             (loss(phi, qx[task], qy[task]) / len(sx)).backward()
         return {name: p.grad for name, p in theta.items() if p.grad is not None}
 
-    return Prepared(step, lambda: counts.maml(workload))
+    return ReadyContender(step, lambda: counts.maml(workload))
 
 
-def prepare_fomaml(workload: Workload) -> Prepared:
+def prepare_fomaml(workload: Workload) -> ReadyContender:
     """First order: plain SGD on the module itself, whose weights are put back for the next task."""
     model = workload.copy_model()
     parameters: list[Tensor] = list(model.parameters())
@@ -64,7 +64,7 @@ def prepare_fomaml(workload: Workload) -> Prepared:
                 torch._foreach_copy_(parameters, theta)
         return {name: g for (name, _), g in zip(model.named_parameters(), total, strict=True)}
 
-    return Prepared(step, lambda: counts.fomaml(workload))
+    return ReadyContender(step, lambda: counts.fomaml(workload))
 
 
 CONTENDERS = (

@@ -9,12 +9,12 @@ import importlib
 import torch
 from torch import Tensor
 
-from metanudge_lab.bench.contender import Contender, Gradient, Prepared
+from metanudge_lab.bench.contender import Contender, Gradient, ReadyContender
 from metanudge_lab.bench.rivals import counts
 from metanudge_lab.bench.workload import Workload
 
 
-def prepare_maml(workload: Workload) -> Prepared:
+def prepare_maml(workload: Workload) -> ReadyContender:
     """Second order: the module's weights are replaced by functions of θ, and put back for the next
     task.
     """
@@ -34,10 +34,10 @@ def prepare_maml(workload: Workload) -> Prepared:
             torchopt.recover_state_dict(model, start)
         return {name: p.grad for name, p in theta.items() if p.grad is not None}
 
-    return Prepared(step, lambda: counts.maml(workload))
+    return ReadyContender(step, lambda: counts.maml(workload))
 
 
-def prepare_fomaml(workload: Workload) -> Prepared:
+def prepare_fomaml(workload: Workload) -> ReadyContender:
     """First order: `MetaSGD` always keeps the graph, so the plain in-place optimizer adapts the
     module.
     """
@@ -63,7 +63,7 @@ def prepare_fomaml(workload: Workload) -> Prepared:
         model.zero_grad(set_to_none=True)
         return dict(zip(names, total, strict=True))
 
-    return Prepared(step, lambda: counts.fomaml(workload))
+    return ReadyContender(step, lambda: counts.fomaml(workload))
 
 
 _INSTALL = "pip install 'metanudge-lab[rivals]'"

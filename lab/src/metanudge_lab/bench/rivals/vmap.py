@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.func import functional_call, grad, replace_all_batch_norm_modules_, vmap
 
-from metanudge_lab.bench.contender import Contender, Gradient, Prepared
+from metanudge_lab.bench.contender import Contender, Gradient, ReadyContender
 from metanudge_lab.bench.rivals import counts
 from metanudge_lab.bench.workload import Workload
 
@@ -54,7 +54,7 @@ def meta_gradient(workload: Workload, model: nn.Module, *, second_order: bool) -
     return mean
 
 
-def prepare(workload: Workload, *, second_order: bool) -> Prepared:
+def prepare(workload: Workload, *, second_order: bool) -> ReadyContender:
     """All tasks side by side."""
     model, theta = model_and_theta(workload)
     compute = meta_gradient(workload, model, second_order=second_order)
@@ -63,7 +63,7 @@ def prepare(workload: Workload, *, second_order: bool) -> Prepared:
     def step() -> Gradient:
         return compute(theta, *data)
 
-    return Prepared(
+    return ReadyContender(
         step, lambda: counts.maml(workload) if second_order else counts.fomaml(workload)
     )
 

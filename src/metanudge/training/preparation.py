@@ -22,11 +22,14 @@ from metanudge.engines import StackedEngine
 from metanudge.engines.room import free_memory
 from metanudge.estimators import NonFiniteError
 from metanudge.learner import MetaLearner
+from metanudge.objective import Objective
 from metanudge.solvers import GradientDescent, Solver
+from metanudge.task import describe
 from metanudge.tasks import Episodes
 from metanudge.training import continuing, sources, specs
 from metanudge.training.config import TrainConfig
 from metanudge.training.continuing import Plan
+from metanudge.training.data import DataShapes
 from metanudge.training.device import device_called, environment
 from metanudge.training.distributed import Group
 from metanudge.training.errors import UserError
@@ -120,7 +123,7 @@ def read_data(
     device = device_called(config.device)
     check_sinks(config.sinks)
     remembered = (
-        sources.DataShapes.from_dict(plan.checkpoint.state["shapes"])
+        DataShapes.from_dict(plan.checkpoint.state["shapes"])
         if plan.checkpoint is not None
         else None
     )
@@ -129,7 +132,9 @@ def read_data(
     )
     check_data_fits(config, source, len(group.slice(config.tasks)))
     sources.check_splits(config, source)
-    config = dataclasses.replace(sources.resolve(config, source), out=str(plan.folder))
+    # one for all ranks: it may hold what was measured
+    config = group.share(lambda: sources.resolve(config, source))
+    config = dataclasses.replace(config, out=str(plan.folder))
     config.check()  # once more: it has absolute paths now
     if plan.saved is not None:
         config = continuing.check_unchanged(plan, config, source)
@@ -177,17 +182,17 @@ def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             # a copy: BatchNorm would note the batch's statistics
-            outputs = copy.deepcopy(learner.model)(inputs)
+            objective = Objective(copy.deepcopy(learner.model), learner.loss)
+            outputs, _ = objective.output((inputs, None))
     except Exception as error:
         raise UserError(
-            f"--model {config.model} cannot take the data, inputs of shape {tuple(inputs.shape)}:"
-            f" {error}"
+            f"--model {config.model} cannot take the data, inputs of {describe(inputs)}: {error}"
         ) from error
-    wanted = (len(inputs), source.num_outputs)
+    wanted = (batch[0].num_query, source.num_outputs)
     if isinstance(outputs, Tensor) and tuple(outputs.shape) != wanted:
         raise UserError(
             f"--model {config.model} gives outputs of shape {tuple(outputs.shape)} for"
-            f" {len(inputs)} examples; the tasks need {wanted}. Give it as many outputs as there"
+            f" {wanted[0]} examples; the tasks need {wanted}. Give it as many outputs as there"
             " are ways (1 for regression)."
         )
     tuner, learner.tuner = learner.tuner, NuTuner()  # the run chooses a ν on tasks of its own
@@ -256,12 +261,12 @@ def check_steps(lam: float, solver: Solver) -> None:
         Traceback (most recent call last):
         metanudge.training.errors.UserError: --lam 30 with lr=0.1 in --solver: lr·λ is 3, ...
     """
-    if isinstance(solver, GradientDescent) and lam * solver.lr >= 2:
+    if isinstance(solver, GradientDescent) and lam * (lr := solver.rate) >= 2:
         raise UserError(
-            f"--lam {lam:g} with lr={solver.lr:g} in --solver: lr·λ is {lam * solver.lr:.3g}, and"
+            f"--lam {lam:g} with lr={lr:g} in --solver: lr·λ is {lam * lr:.3g}, and"
             " from 2 on every inner step ends further from the initialisation than it began,"
             f" whatever the data. Use lr below 2/λ = {2 / lam:.3g}, or --lam below 2/lr ="
-            f" {2 / solver.lr:.3g}."
+            f" {2 / lr:.3g}."
         )
 
 

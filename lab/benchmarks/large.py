@@ -1,0 +1,268 @@
+"""A meta-step in place on large Transformers: seconds per gradient, and memory, beside a plain
+training step's.
+
+python lab/benchmarks/large.py gpt-100m --out results/bench
+python lab/benchmarks/large.py llama-1b llama-7b-lora --estimators fobmaml maml-difference
+
+Random weights, random tokens: neither changes what a step costs. Seconds are measured round-robin
+with those of a plain gradient (forward, backward, nothing else). `per gradient` is the time of a
+meta-step over that of as many plain gradients as it takes; memory is the allocator's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import metanudge as mn
+from metanudge.estimators import Estimator
+from metanudge.training.device import Precision, computing_in
+from metanudge.training.files import write_text
+from metanudge_lab.bench.timing import round_robin
+from metanudge_lab.device_memory import release
+from metanudge_lab.experiments.transformer_tasks import GPT
+from metanudge_lab.provenance import provenance
+
+GIB = 2**30
+ESTIMATORS: dict[str, Estimator] = {
+    "fomaml": mn.FOMAML(),
+    "fobmaml": mn.FOBMAML(nu=0.1),
+    "fobmaml-gradient": mn.FOBMAML(nu=0.1, nudge="gradient"),
+    "maml-difference": mn.MAML(products="difference", epsilon=1e-3),
+    "maml-difference-host": mn.MAML(products="difference", epsilon=1e-3, trajectory="host"),
+    "maml-autograd": mn.MAML(products="autograd"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its data.
+
+    Attributes:
+        build: makes the model on the default device.
+        precisions: that it is measured in; "bf16-true" means parameters in bfloat16.
+        rows, length: sequences of the support set and of the query set, and tokens of each.
+        vocabulary: how many tokens there are.
+        lam, lr: of the inner problem.
+    """
+
+    build: Callable[[], nn.Module]
+    precisions: tuple[str, ...]
+    rows: int
+    length: int
+    vocabulary: int
+    lam: float = 2.0
+    lr: float = 0.01
+
+
+def _gpt(rows: int) -> Case:
+    sizes = {"symbols": 16384, "length": 512, "width": 768, "layers": 12, "heads": 12}
+    return Case(lambda: GPT(**sizes), ("fp32", "tf32", "bf16"), rows, 512, sizes["symbols"])
+
+
+def _llama(width: int, inside: int, layers: int, heads: int, *, lora: bool = False) -> Case:
+    def build() -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=width,
+            intermediate_size=inside,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 4),
+            vocab_size=32000,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model: Any = LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(before)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            model.enable_input_require_grads()
+            where = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+            model = get_peft_model(model, LoraConfig(r=16, target_modules=where))
+        return model.train()
+
+    return Case(build, ("bf16-true",), 2, 512, 32000)
+
+
+CASES: dict[str, Case] = {
+    "gpt-100m": _gpt(8),
+    "gpt-100m-2-sequences": _gpt(2),
+    "llama-tiny": _llama(64, 128, 2, 4),
+    "llama-tiny-lora": _llama(64, 128, 2, 4, lora=True),
+    "llama-1b": _llama(2048, 8192, 16, 32),
+    "llama-1b-lora": _llama(2048, 8192, 16, 32, lora=True),
+    "llama-7b": _llama(4096, 14336, 32, 32),
+    "llama-7b-lora": _llama(4096, 14336, 32, 32, lora=True),
+}
+
+
+def next_token(model: nn.Module, batch: Tensor) -> Tensor:
+    """Cross-entropy of every token after the first."""
+    out = model(batch[:, :-1])
+    logits = out.logits.transpose(1, 2) if hasattr(out, "logits") else out
+    return F.cross_entropy(logits.float(), batch[:, 1:])
+
+
+def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Rows of one case: each precision, number of steps and estimator."""
+    case, rows = CASES[name], list[dict[str, Any]]()
+    with torch.device(device):
+        torch.manual_seed(0)
+        model = case.build()
+    total = sum(p.numel() for p in model.parameters())
+    adapting = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    def tokens(seed: int) -> Tensor:
+        chance = torch.Generator().manual_seed(seed)
+        size = (args.sequences or case.rows, (args.tokens or case.length) + 1)
+        return torch.randint(case.vocabulary, size, generator=chance).to(device)
+
+    tasks = [mn.Task(tokens(2 * i), tokens(2 * i + 1)) for i in range(args.tasks)]
+
+    def plain() -> None:
+        next_token(model, tasks[0].support).backward()
+        model.zero_grad(set_to_none=True)
+
+    for precision in case.precisions:
+        inside: Precision = "bf16" if precision == "bf16" else "tf32"
+        if precision == "fp32":
+            inside = "fp32"
+        with computing_in(inside, device):
+            base = _peak(plain, device)
+            for steps in args.steps:
+                for estimator in args.estimators:
+                    row = {
+                        "case": name,
+                        "parameters": total,
+                        "adapting": adapting,
+                        "tokens": tasks[0].support.numel() - len(tasks[0].support),
+                        "precision": precision,
+                        "steps": steps,
+                        "tasks": args.tasks,
+                        "estimator": estimator,
+                        "plain_gib": base,
+                    }
+                    try:
+                        row |= _one(model, tasks, plain, case, estimator, steps, args, device)
+                    except (torch.OutOfMemoryError, RuntimeError, mn.MetanudgeError) as error:
+                        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+                    print(json.dumps(row), flush=True)
+                    rows.append(row)
+                    model.zero_grad(set_to_none=True)
+                    release(device)
+    return rows
+
+
+def _one(
+    model: nn.Module,
+    tasks: list[mn.Task],
+    plain: Callable[[], None],
+    case: Case,
+    estimator: str,
+    steps: int,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> dict[str, Any]:
+    learner = mn.MetaLearner(
+        model,
+        next_token,
+        lam=case.lam,
+        solver=mn.GradientDescent(lr=case.lr, steps=steps),
+        estimator=ESTIMATORS[estimator],
+        engine="inplace",
+    )
+    stats: list[mn.Stats] = []
+
+    def meta() -> None:
+        stats.append(learner.backward(tasks, metrics=False))
+        model.zero_grad(set_to_none=True)
+
+    peak = _peak(meta, device)
+    plain()
+    times = round_robin({"plain": plain, "meta": meta}, rounds=args.rounds, device=device)
+    last = stats[-1]
+    gradients = last.tasks * (last.support_gradients + last.query_gradients)
+    ratios = [
+        whole / (gradients * one)
+        for whole, one in zip(times["meta"].seconds, times["plain"].seconds, strict=True)
+    ]
+    adapting = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = {
+        "gradients": gradients,
+        "hessian_products": last.hessian_products,
+        "plain_s": times["plain"].median,
+        "meta_s": times["meta"].median,
+        "per_gradient": statistics.median(ratios),
+        "per_gradient_range": [min(ratios), max(ratios)],
+        "peak_gib": peak,
+        "bytes_per_adapting_parameter": None if peak is None else peak * GIB / adapting,
+        "gradient_norm": last.gradient_norm,
+    }
+    if args.profile:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            meta()
+        table = seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=25)
+        print(table, flush=True)
+    return found
+
+
+def _peak(work: Callable[[], None], device: torch.device) -> float | None:
+    """GiB that are allocated at most; None where no GPU counts them."""
+    work()
+    gc.collect()
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) / GIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="+", choices=CASES)
+    parser.add_argument(
+        "--estimators", nargs="+", choices=ESTIMATORS, default=["fomaml", "maml-difference"]
+    )
+    parser.add_argument("--steps", nargs="+", type=int, default=[5])
+    parser.add_argument("--tasks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sequences", type=int, help="instead of the case's")
+    parser.add_argument("--tokens", type=int, help="of a sequence, instead of the case's")
+    parser.add_argument("--profile", action="store_true", help="print where a meta-step spends it")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.cases:
+        rows = measure(name, args, device)
+        found = {"machine": provenance(device), "rows": rows}
+        write_text(args.out / f"large-{name}.json", json.dumps(found, indent=1))
+        release(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""A run's learning curve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from metanudge.training.files import replacing
+
+_INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
+_BASELINE, _CHANCE, CHANCE = "#2b8a3e", "#6b7280", "chance"
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """The mean over the last `window` values (fewer at the beginning).
+
+    Example:
+        >>> smooth([1.0, 3.0, 5.0], 2)
+        [1.0, 2.0, 4.0]
+    """
+    return [
+        sum(part) / len(part)
+        for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))
+    ]
+
+
+def learning_curve(
+    rows: Sequence[dict[str, Any]],
+    file: Path,
+    *,
+    title: str,
+    test: dict[str, Any] | None = None,
+    beside: Mapping[str, Mapping[str, float]] | None = None,
+) -> None:
+    """Draw query accuracy (loss, for regression) before and after adaptation over the meta-steps,
+    with the validations; a remark where training goes on and validation falls.
+
+    Args:
+        rows: as `read_metrics` gives them.
+        file: where the PNG goes.
+        title: what was trained.
+        test: the test result, drawn as a line, with keys "accuracy" or "loss".
+        beside: the baselines, the best first; it and chance are lines, too.
+    """
+    quantity = "accuracy" if any(row.get("query_accuracy") is not None for row in rows) else "loss"
+    percent = quantity == "accuracy"
+    scale = 100.0 if percent else 1.0
+
+    def column(key: str) -> tuple[list[int], list[float]]:
+        found = [(row["step"], scale * row[key]) for row in rows if row.get(key) is not None]
+        return [step for step, _ in found], [value for _, value in found]
+
+    figure, axes = new_figure(9.5, 4.5)
+    nudged = any(row.get("nudged") for row in rows)
+    window = max(1, len(column(f"query_{quantity}")[0]) // 30)
+    for key, color, label in (
+        (f"query_{quantity}_before", _BEFORE, "before adaptation"),
+        (f"query_{quantity}", _AFTER, "after adaptation" + " (nudged)" * nudged),
+    ):
+        steps, values = column(key)
+        axes.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
+        axes.plot(
+            steps, smooth(values, window), color=color, linewidth=2.0, label=f"training, {label}"
+        )
+    steps, values = column(f"val_{quantity}")
+    if steps:
+        axes.plot(
+            steps,
+            values,
+            "o-",
+            color=_VALIDATION,
+            markersize=5,
+            linewidth=1.2,
+            markeredgecolor="white",
+            label="validation",
+        )
+    _mark(axes, rows, quantity, test, beside or {})
+    axes.set_title(title, loc="left", fontsize=11, color=_INK)
+    axes.set_xlabel("meta-step")
+    axes.set_ylabel("query accuracy (%)" if percent else "query loss")
+    if percent:
+        axes.set_ylim(0, 102)
+    elif all(
+        value > 0
+        for key in ("query_loss", "query_loss_before", "val_loss")
+        for value in column(key)[1]
+    ):
+        axes.set_yscale("log")
+    axes.grid(color=_FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)
+    with replacing(file) as stream:
+        figure.savefig(stream, format="png")
+
+
+def _mark(
+    axes: Any,
+    rows: Sequence[Mapping[str, Any]],
+    quantity: str,
+    test: Mapping[str, Any] | None,
+    beside: Mapping[str, Mapping[str, float]],
+) -> None:
+    """Lines for the test and what it is compared with, and the remark."""
+    percent = quantity == "accuracy"
+    scale = 100.0 if percent else 1.0
+    if test is not None and test.get(quantity) is not None:
+        value = scale * test[quantity]
+        text = f"test {value:.1f} %" if percent else f"test {value:.3g}"
+        axes.axhline(value, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), label=text)
+    for name, found in _lines(beside).items():
+        value = scale * found[quantity]
+        text = f"{name} {value:.1f} %" if percent else f"{name} {value:.3g}"
+        look = {"color": _CHANCE if name == CHANCE else _BASELINE, "linestyle": (0, (1, 2))}
+        axes.axhline(value, linewidth=1.4, label=text, **look)
+    if (step := parted(rows, quantity)) is not None:
+        remark = f"validation is worse since step {step}, training is not"
+        axes.axvline(step, color=_VALIDATION, linewidth=0.8, linestyle=":")
+        axes.annotate(
+            remark, (step, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=8,
+            color=_VALIDATION, ha="right", va="bottom",
+        )  # fmt: skip
+
+
+def _lines(beside: Mapping[str, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
+    """The best baseline, and chance."""
+    return {name: found for place, (name, found) in enumerate(beside.items())
+            if place == 0 or name == CHANCE}  # fmt: skip
+
+
+def parted(rows: Sequence[Mapping[str, Any]], quantity: str) -> int | None:
+    """The step of the best validation, where the last one is worse beyond both intervals and
+    training went on improving; losses have no intervals and are not judged.
+
+    Example:
+        >>> rows = [{"step": s, "query_accuracy": s / 10, "val_accuracy": v,
+        ...     "val_accuracy_ci95": 0.01} for s, v in ((1, 0.5), (2, 0.7), (3, 0.6))]
+        >>> parted(rows, "accuracy"), parted(rows[:2], "accuracy")
+        (2, None)
+    """
+    key = f"val_{quantity}"
+    looks = [row for row in rows if row.get(key) is not None and row.get(f"{key}_ci95") is not None]
+    if quantity != "accuracy" or not looks:
+        return None
+    best, last = max(looks, key=lambda row: row[key]), looks[-1]
+    if best[key] - last[key] <= best[f"{key}_ci95"] + last[f"{key}_ci95"]:
+        return None
+    trained = [(row["step"], row["query_accuracy"]) for row in rows if _known(row)]
+    before = [value for step, value in trained if step <= best["step"]][-5:]
+    after = [value for _, value in trained][-5:]
+    better = before and sum(after) / len(after) > sum(before) / len(before)
+    return int(best["step"]) if better else None
+
+
+def _known(row: Mapping[str, Any]) -> bool:
+    return row.get("query_accuracy") is not None
+
+
+def new_figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure that needs no display, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()

@@ -1,0 +1,110 @@
+"""Data of the user's own: folders, tables, given tasks."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from metanudge.tasks import Episodes, Given, Labelled
+from metanudge.tasks.images import is_picture
+from metanudge.training.config import TrainConfig, flag
+from metanudge.training.data import Data, DataShapes
+from metanudge.training.errors import UserError
+
+TABLES = (".csv", ".tsv")
+
+
+class Folder(Data):
+    """A folder with one sub-folder per class."""
+
+    def decided(self, given: dict[str, Any], source: Episodes) -> dict[str, Any]:
+        """The size and channels of pictures."""
+        if not is_picture(source.input_shape):
+            return {}
+        channels, height, width = source.input_shape
+        found: dict[str, Any] = {}
+        if given.get("image_size", "auto") == "auto":
+            found["image_size"] = height if height == width else (height, width)
+        if given.get("grey") is None:
+            found["grey"] = channels == 1
+        return found
+
+    def as_remembered(self, given: dict[str, Any], shapes: DataShapes) -> dict[str, Any]:
+        """Pictures of the same size and channels, numbers on the same scale."""
+        fixed: dict[str, Any] = {}
+        if is_picture(shapes.input_shape):
+            fixed = {"image_size": shapes.input_shape[1:], "grey": shapes.input_shape[0] == 1}
+        return {**fixed, **given, "standardise": shapes.standardisation or False}
+
+
+class Table(Data):
+    """A .csv file."""
+
+    def as_remembered(self, given: dict[str, Any], shapes: DataShapes) -> dict[str, Any]:
+        """The same columns on the same scale."""
+        fixed = {} if shapes.columns is None else {"features": shapes.columns}
+        return {**fixed, **given, "standardise": shapes.standardisation or False}
+
+
+class GivenTasks(Table):
+    """A table with a task column, or a folder with one table a task."""
+
+    def as_remembered(self, given: dict[str, Any], shapes: DataShapes) -> dict[str, Any]:
+        """The same columns and targets on the same scales."""
+        return super().as_remembered(given, shapes) | {"target_scale": shapes.target_scale}
+
+
+def own_data(text: str) -> Data | None:
+    """The folder or table at a path; None where the text looks like none."""
+    path = Path(text).expanduser()
+    whole = str(path.resolve())
+    if path.is_dir():
+        return Folder(whole, "a folder", functools.partial(Labelled.from_folder, path))
+    if path.is_file():
+        if path.suffix.lower() not in TABLES:
+            raise UserError(
+                f"{path} is a file, but not a .csv. Give a folder with one sub-folder per class, or"
+                " a .csv file."
+            )
+        return Table(whole, "a .csv file", functools.partial(Labelled.from_csv, path))
+    if os.sep in text or path.suffix:
+        raise UserError(
+            f"There is no file or folder {text}. Give a folder with one sub-folder per class, or a"
+            " .csv file."
+        )
+    return None
+
+
+def given_tasks(config: TrainConfig, given: dict[str, Any]) -> Data:
+    """Given tasks, as the flags lay them out."""
+    path, said = Path(config.data).expanduser(), ", ".join(map(flag, given))
+    if not path.is_dir() and not (path.is_file() and path.suffix.lower() in (*TABLES, ".parquet")):
+        raise UserError(
+            f"{said}: {config.data} is neither a .csv or .parquet file nor a folder with one for"
+            " each task. Such flags are for given tasks."
+        )
+    targets = [name.strip() for name in config.target.split(",") if name.strip()]
+    if not targets:
+        raise UserError(f"{said}: which column is to be predicted? Name it with --target.")
+    if config.task_column is None and not path.is_dir():
+        raise UserError(
+            f"{said}: which column names the task that a row belongs to? Name it with"
+            " --task-column."
+        )
+    for name in ("ways", "shots", "queries"):
+        if getattr(config, name) is not None:
+            raise UserError(
+                f"{flag(name)} {getattr(config, name)}: given tasks have the classes and rows that"
+                " they have. --support says how many rows are adapted on."
+            )
+    for name in ("support", "time_column"):
+        if config.split_column is not None and getattr(config, name) is not None:
+            raise UserError(
+                f"{flag(name)} and --split-column contradict each other: the column says which"
+                " rows are adapted on. Leave one out."
+            )
+    given |= {"target": targets}
+    make = functools.partial(Given.from_table, path, **given)
+    return GivenTasks(str(path.resolve()), "given tasks", make)
