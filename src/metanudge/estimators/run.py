@@ -145,10 +145,11 @@ def meta_gradient(
 
 def _zero(problem: Problem, engine: Engine) -> Params:
     """A meta-gradient of zero; in place that of large 16-bit parameters is packed."""
-    names = names_to_pack({**problem.parameters, **problem.shared})
-    if engine.name != "inplace" or not names:
-        return problem.zero_gradient()
-    return zeros(problem.meta_parameters, names)
+    if engine.name == "inplace":
+        names = names_to_pack({**problem.parameters, **problem.shared})
+        if names:
+            return zeros(problem.meta_parameters, names)
+    return problem.zero_gradient()
 
 
 def advice_on(problem: Problem, solver: Solver) -> str:
