@@ -203,7 +203,8 @@ class Given(Episodes):
             return super().batch(indices, split)
         numbers = as_indices(indices)
         pool = self._pool(split)
-        return self._episodes(pool[numbers % len(pool)], self._keys(numbers, split), whole=True)
+        keys = self._keys(numbers, split)
+        return self._handed_out(self._episodes(pool[numbers % len(pool)], keys, whole=True))
 
     def draw(self, keys: Keys, split: Split) -> TaskBatch:
         """Tasks of a split, each drawn at random."""
