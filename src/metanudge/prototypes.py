@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -38,6 +39,8 @@ class Prototypes(nn.Module):
         >>> len(learner.evaluate(with_support(three.batch(range(9), "test"))).accuracy)
         9
     """
+
+    fixed_start = ("weight", "bias")  # labels are given at random: what is learned of them is noise
 
     def __init__(self, network: nn.Module, width: int | None = None, *, most: int = 64) -> None:
         super().__init__()
@@ -80,10 +83,16 @@ class Prototypes(nn.Module):
             raise ValueError(f"ways={ways} is not from 1 to most={self.most}.")
         with torch.no_grad():
             weight, bias, _ = self._head(self._features(x_support), y_support)
-            head = nn.Linear(weight.shape[1], ways, device=weight.device, dtype=weight.dtype)
+            like = {"device": weight.device, "dtype": weight.dtype}
+            head: nn.Linear = nn.utils.skip_init(nn.Linear, weight.shape[1], ways, **like)
             head.weight.copy_(weight[:ways])
             head.bias.copy_(bias[:ways])
-        return nn.Sequential(self.features, head).train(self.training)
+        if not hasattr(self.features, "head"):
+            return nn.Sequential(self.features, head).train(self.training)
+        network = copy.copy(self.features)
+        network._modules = dict(network._modules)
+        network.head = head.train(self.training)
+        return network
 
     def _features(self, x: Any) -> Tensor:
         found: Tensor = self.features(**x) if isinstance(x, dict) else self.features(x)

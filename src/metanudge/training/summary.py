@@ -62,7 +62,10 @@ def facts(
     return [
         ("data", f"{config.data}: {source.sizes()}; {config.tasks} tasks per meta-step"),
         ("inputs", describe_inputs(source)),
-        ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
+        (
+            "model",
+            f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}",
+        ),
         ("estimator", f"{config.estimator} with {config.solver}"),
         ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
         ("engine", ", ".join(filter(None, [f"{engine.name} ({why})", path]))),
@@ -235,9 +238,10 @@ def result_table(
 
 
 def _term(config: TrainConfig, learner: MetaLearner) -> str:
-    """λ, whether it and the inner rates are learned, and what adapts."""
+    """The head, λ, whether it and the inner rates are learned, and what adapts."""
     problem = learner.problem()
-    text = f"λ = {config.lam:g}"
+    text = "head of prototypes, " if config.head == "prototypes" else ""
+    text += f"λ = {config.lam:g}"
     if learner.log_lam is not None:
         text += " to begin with, learned" + (
             "" if config.learn_lam == "scalar" else f" per {config.learn_lam}"
