@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 
 from metanudge.training.errors import UserError
 
@@ -18,7 +19,8 @@ def count(flag: str, value: int | str | None) -> int | tuple[int, int] | None:
         return value
     found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", value.strip())
     if found is None:
-        raise UserError(f"{flag} {value} is neither a number nor a range such as 3-10.")
+        text = reprlib.repr(value)
+        raise UserError(f"{flag} {text} is neither a number nor a range such as 3-10.")
     least, most = (int(found[1]), int(found[2] or found[1]))
     if least > most:
         raise UserError(
