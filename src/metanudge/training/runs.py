@@ -88,6 +88,8 @@ class Run:
                 f" outputs: it cannot tell {ways} classes apart. Use {known}, or train a run with"
                 f" --ways {ways}, or one for any number of classes: --head prototypes."
             )
+        if ways < 2:
+            raise UserError(f"{ways} way leaves nothing to tell apart. Use 2 or more.")
         learner = build_learner(self.config, self.shapes, ways=ways)
         # rows of the head that training has not seen are as they begin: 0
         weights, own = weights_of(learner), weights_of(self.learner)
