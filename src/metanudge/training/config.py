@@ -14,9 +14,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from metanudge.training.counts import check_count, check_ways
 from metanudge.training.device import Precision
-from metanudge.training.errors import UserError, check_text
+from metanudge.training.errors import UserError, check_count, check_text, check_ways
 from metanudge.training.files import SEAL, is_intact, read_text, seal
 from metanudge.training.upgrade import parsed, settings, upgrade
 from metanudge.version import __version__

@@ -27,10 +27,9 @@ from metanudge.models import Prototypes
 from metanudge.tasks import SOURCES, Episodes
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig
-from metanudge.training.counts import count
 from metanudge.training.data import DataShapes
 from metanudge.training.device import computing_in
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, count
 from metanudge.training.loop import load_weights, weights_of
 from metanudge.training.sources import (
     build_learner,

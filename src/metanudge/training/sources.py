@@ -19,10 +19,9 @@ from metanudge.tasks import SOURCES, EncodedText, Episodes, Given, Text
 from metanudge.tasks.omniglot_files import DownloadError
 from metanudge.training import specs
 from metanudge.training.config import GIVEN, TEXT, LearnLr, TrainConfig, flag
-from metanudge.training.counts import count, spelled
 from metanudge.training.data import Data, DataShapes
 from metanudge.training.device import device_called
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, count, spelled
 from metanudge.training.hf_models import build_classifier, with_adapters
 from metanudge.training.own_data import given_tasks, own_data
 from metanudge.training.spec_language import Spec, known, normal

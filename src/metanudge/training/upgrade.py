@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from metanudge.names import near
-from metanudge.training.counts import count
-from metanudge.training.errors import UserError, check_text
+from metanudge.training.errors import UserError, check_text, count
 from metanudge.training.files import parse_json
 from metanudge.version import __version__
 
