@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from metanudge.learner import MetaLearner
 from metanudge.models import Prototypes
@@ -73,7 +73,7 @@ class Run:
         device = next(self.learner.parameters()).device
         return build_source(self.config, device=device, remembered=self.shapes)
 
-    def for_ways(self, ways: int) -> Run:
+    def for_ways(self, ways: int) -> Self:
         """The same learner for tasks of this number of classes; `UserError` where its last layer is
         fixed.
         """
@@ -105,7 +105,7 @@ class Run:
         ways: int | str | None = None,
         shots: int | str | None = None,
         queries: int | None = None,
-    ) -> Run:
+    ) -> Self:
         """The same learner with tasks of other sizes, or of other data of the same kind, all of
         whose classes (given tasks: all tasks) are in the test split; None: as in training.
         """
