@@ -48,6 +48,8 @@ def test_a_run_with_many_sizes_goes_on_to_the_same_bytes(tmp_path: Path) -> None
     config = TrainConfig.read(tmp_path / "first" / "config.json")
     train(dataclasses.replace(config, iterations=8), resume=tmp_path / "first", reporter=Quiet())
     assert fingerprint(tmp_path / "first") == fingerprint(tmp_path / "whole")
+    with pytest.raises(UserError, match="--ways was '2-4', now '2-3'"):
+        train(dataclasses.replace(config, ways="2-3"), resume=tmp_path / "first", reporter=Quiet())
 
 
 def test_ranges_are_kept_and_the_head_stays_where_it_begins(tmp_path: Path) -> None:
