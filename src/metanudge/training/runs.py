@@ -114,7 +114,8 @@ class Run:
         config = dataclasses.replace(self.config, **given)
         config.check()
         run = self
-        if self.config.ways is not None and (most := count("--ways", config.ways)) is not None:
+        changing = self.shapes.kind == "classification" and not self.shapes.labels
+        if changing and (most := count("--ways", ways)) is not None:
             run = self.for_ways(most if isinstance(most, int) else most[1])
         if data is not None:
             config = dataclasses.replace(config, data=data)
