@@ -245,9 +245,10 @@ def result_table(
 
 
 def _term(config: TrainConfig, learner: MetaLearner) -> str:
-    """λ, whether it and the inner rates are learned, and what adapts."""
+    """The head, λ, whether it and the inner rates are learned, and what adapts."""
     problem = learner.problem()
-    text = f"λ = {config.lam:g}"
+    text = "head of prototypes, " if config.head == "prototypes" else ""
+    text += f"λ = {config.lam:g}"
     if learner.log_lam is not None:
         text += " to begin with, learned" + (
             "" if config.learn_lam == "scalar" else f" per {config.learn_lam}"
