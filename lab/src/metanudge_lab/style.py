@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from metanudge.training.look import FAINT as FAINT
+from metanudge.training.look import INK as INK
+from metanudge.training.look import tidy as tidy
+
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-INK, FAINT = "#23272f", "#d5dae1"
 
 _OURS = {"linewidth": 2.2, "linestyle": "-"}
 _BASELINE = {"linewidth": 1.4, "linestyle": (0, (5, 2))}
@@ -85,17 +87,6 @@ def figure(
     for one in made.axes:
         tidy(one)
     return made, axes
-
-
-def tidy(axes: Axes) -> None:
-    """The house style for axes made otherwise."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(INK)
-    axes.tick_params(colors=INK, which="both", labelsize=9)
-    axes.grid(color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    for text in (axes.xaxis.label, axes.yaxis.label, axes.title):
-        text.set_color(INK)
 
 
 def plain_ticks(axis: Any) -> None:

@@ -35,6 +35,7 @@ from metanudge.training.files import (
     without_nan,
     write_text,
 )
+from metanudge.training.look import save
 from metanudge.training.metrics import describe_learned, inner_rates, read_metrics, stiffness
 from metanudge.training.runs import CURVE, METRICS, SUMMARY
 from metanudge.training.sources import build_learner
@@ -168,13 +169,12 @@ def write_summary(
     }
     write_text(folder / SUMMARY, seal(summary, indent=2))
     title = f"{Path(config.data).name} · {config.model.split(':')[0]} · {config.estimator}"
-    learning_curve(
+    curve = learning_curve(
         read_metrics(folder / METRICS, note=note),
-        folder / CURVE,
-        title=title,
         test=outcome.test,
         beside=None if beside is None else beside.as_dict(),
     )
+    save(curve, folder / CURVE, title)
 
 
 def check_summary(folder: Path, note: Callable[[str], None]) -> None:
@@ -258,6 +258,3 @@ def _number(value: float | None) -> str:
 
 def _trainable(learner: MetaLearner) -> int:
     return sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
-
-
-# Pictures
