@@ -9,12 +9,11 @@ from typing import Annotated
 import tyro
 
 from metanudge.cli.flags import parse
-from metanudge.training.errors import UserError
 
 EXAMPLES = """
 examples:
   metanudge page runs/first                      runs/first/page.html
-  metanudge eval runs/first                      before it: accuracy by steps and by class, and mistakes
+  metanudge eval runs/first                      before it, for accuracy by steps and by class
   metanudge page runs/first --out first.html --open
 """
 

@@ -71,17 +71,15 @@ def settings(found: Found) -> list[tuple[str, str]]:
         for what, how in (("λ", config.learn_lam), ("inner rates", config.learn_lr))
         if how != "none"
     ]
+    outer = f"{config.iterations:,} meta-steps of {config.tasks} tasks"
+    outer += f", {title_of(config.optimizer)}, {config.schedule}"
     rows = [
         ("data", f"{data_of(config)}: {tasks_of(config)}"),
         ("model", model),
         ("adaptation", f"{title_of(config.solver)}{adapts}; λ = {config.lam:g}"),
         ("meta-gradient", title_of(config.estimator)),
         ("learned, too", "; ".join(learned)),
-        (
-            "outer loop",
-            f"{config.iterations:,} meta-steps of {config.tasks} tasks,"
-            f" {title_of(config.optimizer)}, {config.schedule}",
-        ),
+        ("outer loop", outer),
         ("seed", str(config.seed)),
     ]
     return [(name, value) for name, value in rows if value]

@@ -47,26 +47,22 @@ def mistakes(source: Episodes, report: EvaluationReport, split: Split) -> list[d
     was not recognised, and a support example of the class it was taken for, as PNG in base 64 or
     as text. The tasks are drawn once more.
     """
-    looks = _Texts(source, split) if isinstance(source, (Text, EncodedText)) else None
-    if looks is None and not is_picture(tuple(source.input_shape)):
+    if isinstance(source, (Text, EncodedText)):
+        examples: _Texts | _Pictures = _Texts(source, split)
+    elif is_picture(tuple(source.input_shape)):
+        examples = _Pictures(source, split)
+    else:
         return []
-    found = []
+    found: list[dict[str, Any]] = []
     for worst in report.classes[:WORST]:
         for mistake in worst.wrong:
             names = episode_classes(source, [mistake.task], split)
             if names is None or mistake.taken_for not in names[0]:
                 continue
             label = names[0].index(mistake.taken_for)
-            one = looks or _Pictures(source, split)
-            wrong, like = one.pair(mistake.task, mistake.query, label)
-            found.append(
-                {
-                    "class": worst.name,
-                    "taken_for": mistake.taken_for,
-                    "example": wrong,
-                    "like": like,
-                }
-            )
+            wrong, like = examples.pair(mistake.task, mistake.query, label)
+            of = {"class": worst.name, "taken_for": mistake.taken_for}
+            found.append({**of, "example": wrong, "like": like})
     return found
 
 
