@@ -1,5 +1,5 @@
-"""The page of a run in a real browser: nothing runs, asks or leaves the window, and all of it can be
-read, on a phone and on a desk, in light and dark.
+"""The page of a run in a real browser: nothing runs or asks, nothing leaves the window, and all of
+it can be read, on a phone and on a desk, in light and dark.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from metanudge.training.look import (
+from metanudge.training.curve import (
     AFTER,
     BASELINE,
     BEFORE,
