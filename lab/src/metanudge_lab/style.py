@@ -89,6 +89,26 @@ def figure(
     return made, axes
 
 
+def heat(
+    axes: Axes, values: Sequence[Sequence[float]], *, low: float, high: float, dark: float
+) -> None:
+    """A heat map with its numbers, none where one is NaN; above `dark` they are white. Its colours
+    are its own: the page's theme changes neither cells nor numbers.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+
+    cells = LinearSegmentedColormap.from_list("cells", ("#dbe8f6", "#5b9bd5", "#0b4a94"))
+    axes.grid(visible=False)
+    axes.imshow(values, origin="lower", cmap=cells, vmin=low, vmax=high, aspect="auto")
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            if value == value:
+                axes.text(
+                    j, i, f"{value:.2f}", fontsize=8.5, ha="center", va="center",
+                    color="white" if value > dark else "#10161f",
+                )  # fmt: skip
+
+
 def plain_ticks(axis: Any) -> None:
     """Write the ticks of a logarithmic axis as plain numbers: 1, 10, 100 instead of powers."""
     from matplotlib.ticker import FuncFormatter, NullFormatter

@@ -30,6 +30,24 @@ def inline(drawing: Drawing, name: str) -> str:
     return inlined(_svg(drawing, stem), stem, INK_AND_GRID)
 
 
+def legend(drawing: Drawing) -> list[tuple[str, str, str]]:
+    """The picture's legends once more, for windows that are narrower than the picture: colour,
+    kind of line and text of each entry.
+    """
+    from matplotlib.colors import to_hex
+
+    legends = [axes.get_legend() for axes in drawing.figure.axes] + drawing.figure.legends
+    found: dict[str, tuple[str, str, str]] = {}
+    for one in filter(None, legends):
+        for handle, text in zip(one.legend_handles, one.get_texts(), strict=True):
+            is_line = hasattr(handle, "get_linestyle") and hasattr(handle, "get_color")
+            color = to_hex(handle.get_color() if is_line else handle.get_facecolor()[:4])
+            solid = not is_line or handle.get_linestyle() in ("-", "None")
+            entry = INK_AND_GRID.get(color, color), "solid" if solid else "dashed", text.get_text()
+            found.setdefault(text.get_text(), entry)
+    return list(found.values())
+
+
 @functools.lru_cache(maxsize=64)  # for the file and for the page
 def _svg(drawing: Drawing, stem: str) -> bytes:
     return render(drawing.figure, "svg", salt=stem, transparent=True)

@@ -10,7 +10,8 @@ from metanudge.page.run_page import asset, environment
 from metanudge.version import __version__
 from metanudge_lab.experiments.spread import CONVENTION
 from metanudge_lab.report.entries import STATES, Entry, answers, sort_key, text_of
-from metanudge_lab.report.figures import inline
+from metanudge_lab.report.figures import inline, legend
+from metanudge_lab.report.short import in_short
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -31,12 +32,14 @@ def page(entries: list[Entry]) -> str:
     return templates.from_string(_asset("page.html.j2")).render(
         entries=entries,
         answers=answers(entries),
+        short=in_short(entries),
         convention=CONVENTION,
         counts=[(state, text, counts[state]) for state, text in STATES.items() if counts[state]],
         ranks={state: rank for rank, state in enumerate(STATES)},
         pictures={
             entry.name: [
-                (Markup(inline(drawing, entry.name)), drawing.alt) for drawing in entry.drawings
+                (Markup(inline(drawing, entry.name)), drawing.alt, legend(drawing))
+                for drawing in entry.drawings
             ]
             for entry in entries
         },
