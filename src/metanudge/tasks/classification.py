@@ -162,6 +162,12 @@ class ClassEpisodes(Episodes):
                 found[place] = tuple(self._pools[split].names[c] for c in classes)
         return found
 
+    def episode_rows(self, indices: Iterable[int], split: Split = "train") -> NDArray[np.int64]:
+        """Which examples the episodes are made of, as row numbers of the data: `(num_tasks, ways,
+        shots + queries)`, support first; draws none.
+        """
+        return self._rows(self._keys(indices, split), split)
+
     def _problem(self, split: Split) -> str | None:
         """Why no task can be drawn from a split, or None when all is well."""
         names = self.classes(split)
