@@ -160,7 +160,7 @@ def test_a_process_of_its_own(here: Path) -> None:
         ([*ANY_WAYS, "--shots", "1-2.5"], ["--shots '1-2.5'", "a range such as"]),
         (["mnist1d", "--shots", "1-99999"], ["shots=99999", "Lower shots"]),
         (["mnist1d", "--ways", "3-10"], ["--ways 3-10", "--head prototypes"]),
-        (["sinusoid", "--head", "prototypes"], ["regression", "head of its own"]),
+        (["sinusoid", "--head", "prototypes"], ["they are regression", "Leave --head out"]),
         (["mnist1d", "--head", "prototype"], ["--head", "prototypes"]),
         ([*ANY_WAYS, "--model", "torch.nn:Flatten"], ["linear layer called head", "Flatten"]),
         (

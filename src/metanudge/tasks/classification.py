@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metanudge.task import Batch, TaskBatch
+from metanudge.tasks.counts import Count
 from metanudge.tasks.draws import Keys, choose, fork
 from metanudge.tasks.episodes import (
     SPLITS,
-    Count,
     Episodes,
     Split,
     Stream,
