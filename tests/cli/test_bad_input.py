@@ -165,7 +165,7 @@ def test_a_process_of_its_own(here: Path) -> None:
         ([*ANY_WAYS, "--model", "torch.nn:Flatten"], ["linear layer called head", "Flatten"]),
         (
             ["{made}/data.csv", "--task-column=label", "--target=x1", "--head=prototypes"],
-            ["given tasks", "Leave --head out"],
+            ["they are regression", "Leave --head out"],
         ),
         (["mnist1d", "--iterations", "-3"], ["--iterations -3", "1 or more"]),
         (["mnist1d", "--shots", "0"], ["--shots 0", "1 or more"]),

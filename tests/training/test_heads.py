@@ -206,6 +206,16 @@ def test_given_tasks_elsewhere(tmp_path: Path) -> None:
         run.elsewhere(ways=3)
 
 
+def test_given_classes_need_no_prototypes(tmp_path: Path) -> None:
+    rows = [f"s{school},{x},{'ab'[x % 2]}" for school in range(12) for x in range(8)]
+    (tmp_path / "a.csv").write_text("\n".join(["school,x,y", *rows]))
+    config = TrainConfig(
+        str(tmp_path / "a.csv"), task_column="school", target="y", head="prototypes"
+    )
+    with pytest.raises(UserError, match="the classes of given tasks mean the same in all"):
+        runs.build_source(config)
+
+
 # --- Better than logistic regression on pixels
 
 
