@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from metanudge.cli.errors import report as say
 from metanudge.cli.flags import parse
 from metanudge.names import printable
 from metanudge.training.errors import UserError
@@ -35,7 +36,8 @@ examples:
 @dataclass(frozen=True)
 class EvalOptions:
     """Adapt to unseen tasks and measure: mean with its 95 % confidence interval, worst decile,
-    every class, every number of steps; R² and RMSE in regression; baselines beside it.
+    every class, every number of steps; R² and RMSE in regression; baselines beside it. RUN keeps it
+    as eval-SPLIT.json for `metanudge page`.
 
     Models with BatchNorm are measured twice: transductive (queries normalised together, the usual
     MAML protocol) and inductive (normalised with the statistics of the support set, as when the
@@ -103,7 +105,7 @@ def run(argv: list[str]) -> int:
             " positive numbers."
         )
     from metanudge.training import runs
-    from metanudge.training.evaluation import plot_steps
+    from metanudge.training.evaluation import plot_steps, write_report
     from metanudge.training.use import check_new_file
 
     trained = runs.load(
@@ -138,6 +140,14 @@ def run(argv: list[str]) -> int:
             f"--plot {plot} cannot be written ({error.strerror}). Name a file in a folder you can"
             " write to."
         ) from error
+    try:
+        if not others:
+            write_report(trained, report, options.split)
+    except OSError as error:  # somebody else's folder, perhaps
+        say(
+            f"note: {options.run} takes no results ({error.strerror}), so that `metanudge page`"
+            " will not show them."
+        )
     also = f"   json: {options.json}" if options.json else ""
     print(f"\nplot: {plot}{also}   ({report.seconds:.0f} s)")
     return 0

@@ -162,6 +162,14 @@ class ClassEpisodes(Episodes):
                 found[place] = tuple(self._pools[split].names[c] for c in classes)
         return found
 
+    def episode_rows(self, indices: Iterable[int], split: Split = "train") -> NDArray[np.int64]:
+        """Which examples the episodes, all of one size, are made of, as row numbers of the data:
+        `(num_tasks, ways, shots + queries)`, support first; draws none.
+        """
+        numbers = as_indices(indices)
+        ((_, source),) = self._by_size(numbers, split)
+        return source._rows(self._keys(numbers, split), split)
+
     def _problem(self, split: Split) -> str | None:
         """Why no task can be drawn from a split, or None when all is well."""
         names = self.classes(split)

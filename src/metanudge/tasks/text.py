@@ -139,6 +139,7 @@ class Text(ClassEpisodes):
         # one after the other, so that a long text costs no more than itself
         flat = torch.from_numpy(np.concatenate(tokens))
         super().__init__(flat, pools, ways=ways, shots=shots, queries=queries, **stream)
+        self.texts = texts
         self.form = TextForm(limit, found.name, found.vocabulary, found.pad)
         self.note = f"{found.name} tokens"
         if cut:
@@ -220,9 +221,11 @@ class EncodedText(Labelled):
 
     Attributes:
         form: how a text becomes an input.
+        texts: one per example.
     """
 
     form: TextForm
+    texts: Sequence[str]
 
     @classmethod
     def from_table(
@@ -267,6 +270,7 @@ class EncodedText(Labelled):
             **sizes,
         )
         source._fingerprint = read.fingerprint
+        source.texts = read.texts
         source.form = TextForm(found.max_length, encoder=found.encoder, encoder_sha256=found.sha256)
         notes = [f"features of {os.path.basename(found.encoder)}"]
         if source.standardisation is not None:

@@ -6,6 +6,8 @@ RUN/timing.jsonl       seconds and memory of the meta-steps: what differs from m
 RUN/checkpoints/       see `metanudge.training.checkpoint`
 RUN/summary.json       the result
 RUN/curve.png          the learning curve
+RUN/eval-SPLIT.json    what `metanudge eval` found, and RUN/eval-SPLIT.png its plot
+RUN/page.html          all of it to look at, by `metanudge page`
 RUN/.lock              who writes to it, see `metanudge.training.files.RunLock`
 """
 
@@ -43,8 +45,9 @@ from metanudge.training.specs import options_of
 from metanudge.training.trust import check_trust
 from metanudge.training.upgrade import upgrade
 
-CONFIG, METRICS, TIMING, SUMMARY, CURVE, CHECKPOINTS = (
+CONFIG, METRICS, TIMING, SUMMARY, CURVE, CHECKPOINTS, PAGE = (
     "config.json", "metrics.jsonl", "timing.jsonl", "summary.json", "curve.png", "checkpoints",
+    "page.html",
 )  # fmt: skip
 
 
