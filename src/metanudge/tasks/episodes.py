@@ -21,6 +21,7 @@ from torch import Tensor
 
 from metanudge.names import near
 from metanudge.task import Batch, Task, TaskBatch
+from metanudge.tasks.augment import Augment, augmented
 from metanudge.tasks.draws import Keys, episode_keys, root_key
 
 Split = Literal["train", "val", "test"]
@@ -33,6 +34,8 @@ class Stream(TypedDict, total=False):
     seed: int
     device: torch.device | str
     dtype: torch.dtype
+    augment: Augment | None
+    augment_query: bool
 
 
 class Sizes(Stream, total=False):
@@ -76,6 +79,10 @@ class Episodes(ABC):
         seed: another seed is another stream of tasks; 0 ≤ seed < 2⁶⁴.
         device: where the tensors of a task live.
         dtype: floating dtype of the inputs.
+        augment: a function (inputs `(n, ...)` of a task, generator) → inputs of the same shape that
+            changes the support sets of training tasks, such as `metanudge.tasks.Changes(flip=True,
+            shift=2)`. Random numbers come from the generator, which is seeded by the episode.
+        augment_query: change query sets, too.
 
     Example:
         >>> from metanudge.tasks import Sinusoid
@@ -106,6 +113,8 @@ class Episodes(ABC):
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        augment: Augment | None = None,
+        augment_query: bool = False,
     ) -> None:
         why = "A task needs at least one class, one support and one query example."
         self.ways = check_count("ways", ways, why=why)
@@ -123,6 +132,12 @@ class Episodes(ABC):
         self.seed = int(seed)
         self.device = torch.device(device)
         self.dtype = dtype
+        self._augment, self._augment_query = augment, augment_query
+        if augment is not None and not callable(augment):
+            raise TypeError(
+                f"augment={augment!r} is no function. Give one of (inputs, generator) that returns"
+                " inputs, such as metanudge.tasks.Changes(flip=True)."
+            )
 
     @property
     def num_outputs(self) -> int:
@@ -197,8 +212,12 @@ class Episodes(ABC):
             >>> len(Sinusoid().batch(range(10, 14)))
             4
         """
-        drawn = self.draw(self._keys(indices, split), split)
-        return drawn if isinstance(drawn, TaskBatch) else TaskBatch(*drawn)
+        keys = self._keys(indices, split)
+        drawn = self.draw(keys, split)
+        tasks = drawn if isinstance(drawn, TaskBatch) else TaskBatch(*drawn)
+        if self._augment is None or split != "train":
+            return tasks
+        return augmented(tasks, keys, self._augment, query=self._augment_query)
 
     def task(self, index: int, split: Split = "train") -> Task:
         """One episode."""
@@ -231,6 +250,21 @@ class Episodes(ABC):
             )
         numbers = count_from(start) if count is None else range(start, start + count)
         return (self.batch(range(b * size, (b + 1) * size), split) for b in numbers)
+
+    def augmented(self, augment: Augment | None, *, query: bool = False) -> Self:
+        """The same stream with training tasks changed by `augment` (see `Episodes`), or by nothing;
+        this source stays as it is.
+
+        Example:
+            >>> from metanudge.tasks import Sinusoid
+            >>> noisy = Sinusoid().augmented(lambda x, g: x + torch.randn(x.shape, generator=g))
+            >>> [torch.equal(noisy.task(3, s).support[0], Sinusoid().task(3, s).support[0])
+            ...     for s in ("train", "val")]
+            [False, True]
+        """
+        changed = copy.copy(self)
+        changed._augment, changed._augment_query = augment, query
+        return changed
 
     def to(self, device: torch.device | str) -> Self:
         """The same stream of tasks on another device; this source stays as it is.

@@ -178,4 +178,4 @@ def _as_tensor(value: Any, size: tuple[int, int] | None, grey: bool | None) -> T
     pillow = sys.modules.get("PIL.Image")  # loaded where somebody has a picture
     if pillow is not None and isinstance(value, pillow.Image):
         return image_tensor(value, grey=grey, size=size)
-    return torch.as_tensor(np.asarray(value))
+    return torch.as_tensor(np.array(value))  # a copy: some are read-only
