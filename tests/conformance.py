@@ -259,6 +259,9 @@ def check_engines_agree(
     # Rows that stop early still ride along with the others on the stacked engine: there the number
     # of gradients differs.
     different = {"engine", "path", "products", "extra"}
+    # Measured between φ_ν and φ_−ν, or at each (`test_metrics.py`): O(ν²) apart.
+    if stats.nudged != other.nudged:
+        different |= {"nudged", "query_loss", "query_accuracy"}
     # All steps at once keep each gradient's graph; one at a time, a product makes its own.
     if stats.products != other.products:
         different |= {"support_gradients"}
