@@ -25,10 +25,10 @@ from typing import Any
 from metanudge.learner import MetaLearner
 from metanudge.tasks import Episodes
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig
+from metanudge.training.config import MAY_CHANGE, Device, TrainConfig
 from metanudge.training.data import DataShapes
 from metanudge.training.device import computing_in
-from metanudge.training.errors import UserError
+from metanudge.training.errors import ChangedError, UserError
 from metanudge.training.loop import load_weights
 from metanudge.training.sources import (
     build_learner,
@@ -67,7 +67,9 @@ class Run:
     def source(self) -> Episodes:
         """The episodes the run was trained on; read when first asked for."""
         device = next(self.learner.parameters()).device
-        return build_source(self.config, device=device, remembered=self.shapes)
+        # in use, nothing is augmented
+        config = dataclasses.replace(self.config, augment="none", augment_query=False)
+        return build_source(config, device=device, remembered=self.shapes)
 
     def precision(self) -> Any:
         """A context in which the learner computes as it did in training."""
