@@ -84,6 +84,12 @@ def nus(folder: Path) -> list[float]:
     return [row["nu"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
+def own(folder: Path, name: str) -> list[float]:
+    found = [row[name] for row in read_metrics(folder / "metrics.jsonl") if name in row]
+    assert found, name
+    return found
+
+
 @pytest.mark.timeout(4 * LIMIT)
 def test_one_two_and_four_ranks_agree(tmp_path: Path) -> None:
     found = {}
@@ -94,6 +100,10 @@ def test_one_two_and_four_ranks_agree(tmp_path: Path) -> None:
             *FLAGS,
             "--estimator",
             "fobmaml:nu=auto",
+            "--augment",
+            "noise=0.1",
+            "--metrics",
+            "mae=torch.nn.functional:l1_loss",
             "--out",
             str(tmp_path / str(world)),
         )
@@ -105,6 +115,10 @@ def test_one_two_and_four_ranks_agree(tmp_path: Path) -> None:
         assert float((found[world] - found[1]).abs().max()) < 1e-10
         assert lines(tmp_path / str(world) / "metrics.jsonl") == 20
         assert nus(tmp_path / str(world)) == pytest.approx(nus(tmp_path / "1"), rel=1e-12)
+        for name in ("query_mae", "val_mae"):
+            assert own(tmp_path / str(world), name) == pytest.approx(
+                own(tmp_path / "1", name), rel=1e-8
+            )
 
 
 def test_every_rank_stops_when_one_meets_nan(tmp_path: Path) -> None:
