@@ -22,6 +22,7 @@ NAMES = (
     "trunk/first_kernels",
     "trunk/tail",
     "trunk/tail_kernels",
+    "engines/packed_kernels",
 )
 TRITON = [f"src/metanudge/accel/{name}.py" for name in NAMES]
 collect_ignore = [] if importlib.util.find_spec("triton") else TRITON

@@ -585,7 +585,7 @@ def test_where_products_saturate_neighbours_agree_on_the_wrong_gradient(part):
         for rung, epsilon in enumerate(epsilons):
             ratio = epsilon / 3e-3
             seen = bent * (math.tanh(ratio) / ratio) + noise * ((-1) ** rung * 1e-4 / epsilon)
-            found.see(Motion(problem, {n: flat + part * seen for n in problem.parameters}))
+            found.see(Motion(problem, dict.fromkeys(problem.parameters, flat + part * seen)))
         return best_nu(epsilons, found.read()[0], order=2)
 
     names = mn.MetaLearner(setup.model, setup.loss).problem().parameters
