@@ -13,8 +13,10 @@ from torch import nn
 
 import metanudge as mn
 from metanudge.cli import main
+from metanudge.cli.train import parse
 from metanudge.tasks import Labelled, Sinusoid
 from metanudge.training import runs
+from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
 from trained_runs import vector_table, write_images
 
@@ -166,37 +168,30 @@ def test_all_of_them_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"),
+    ("name", "value"),
     [
-        ("--loss", f"{OWN}:huber"),
-        ("--query-loss", f"{OWN}:huber"),
-        ("--metrics", f"mae={OWN}:mae"),
-        ("--optimizer", f"{OWN}:descent:lr=0.1"),
-        ("--augment", f"{OWN}:louder"),
+        ("loss", f"{OWN}:huber"),
+        ("query_loss", f"{OWN}:huber"),
+        ("metrics", f"mae={OWN}:mae"),
+        ("optimizer", f"{OWN}:descent:lr=0.1"),
+        ("augment", f"{OWN}:louder"),
         ("data", f"{OWN}:Waves"),
     ],
 )
-def test_a_file_that_names_one_needs_trust(
-    flag: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = [value] if flag == "data" else ["sinusoid", flag, value]
-    assert main(["train", *own, *TINY, "--out", "run"]) == 0
-    sys.modules.pop(OWN)
-    capsys.readouterr()
-    for command in (["eval", "run", "--tasks", "2"], ["train", "--resume", "run", "--iterations=5"],
-                    ["train", "--config", "run/config.json", "--out", "other"]):  # fmt: skip
-        assert main(command) == 2
-        error = capsys.readouterr().err
-        assert value.partition(":")[0].removeprefix("mae=") in error
-        assert "--trust" in error
-    assert OWN not in sys.modules
-    assert not Path("other").exists()
-    with pytest.raises(UserError, match="trust=True"):
-        mn.load_run("run")
-    assert main(["eval", "run", "--tasks", "2", "--trust"]) == 0
-    named = json.loads(Path("run/config.json").read_text())
-    again = [named["data"]] if flag == "data" else [flag, named[flag[2:].replace("-", "_")]]
-    assert main(["train", "--config", "run/config.json", *again, "--out", "other"]) == 0
+def test_a_file_that_names_one_needs_trust(here: Path, name: str, value: str) -> None:
+    """Or the same named with its flag, where it is the command line's word."""
+    file = here / "config.json"
+    file.write_text(TrainConfig(**({"data": "sinusoid"} | {name: value})).to_json())
+    for asked in (lambda: parse(["--config", "config.json"]), lambda: runs.read_config(here)):
+        with pytest.raises(UserError) as refused:
+            asked()
+        for word in (value, "config.json", "--trust", f"the {name.replace('_', ' ')} "):
+            assert word in str(refused.value)
+    said = [value] if name == "data" else ["--" + name.replace("_", "-"), value]
+    for more in (["--trust"], said):
+        assert getattr(parse(["--config", "config.json", *more]).train, name) == value
+    assert getattr(runs.read_config(here, trust=True), name) == value
+    assert OWN not in sys.modules, "nothing was imported"
 
 
 def test_data_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
