@@ -91,6 +91,7 @@ THOROUGH = (
     "test_tutorials.py::test_it_says_what_is_recorded[gradient_quality]",
     "test_memory.py::test_steps_and_tasks_do_not_matter",
     "test_use.py::test_unseen_characters",
+    "test_heads.py::test_unseen_characters",
     "lab/tests/experiments/test_shuffles.py",
     "lab/tests/experiments/test_transformer.py::test_a_broken_off_cell",
     "lab/tests/experiments/test_contract.py::test_it_measures_draws_and_judges[ablation]",

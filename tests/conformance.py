@@ -118,6 +118,7 @@ def sources() -> dict[str, Callable[[], Episodes]]:
         "sinusoid": lambda: mn.tasks.Sinusoid(shots=3, queries=5, noise=0.1),
         "quadratic": lambda: mn.tasks.Quadratic(dim=5),
         "given": given_tasks,
+        "labelled, of many sizes": lambda: rows_as_inputs(ways=(2, 4), shots=(1, 3), alike=3),
     }
     return {name: kind for name, kind in SOURCES.items() if name != "omniglot"} | forms
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, Literal, cast
 
@@ -10,6 +11,7 @@ import torch
 from metanudge.engines.randomness import mix
 from metanudge.estimators.run import check_learnable
 from metanudge.learner import MetaLearner
+from metanudge.models import Prototypes
 from metanudge.objective import Loss
 from metanudge.problem import UnmatchedPattern
 from metanudge.rates import InnerRates, RatePer
@@ -20,7 +22,7 @@ from metanudge.training import own_parts, specs
 from metanudge.training.config import GIVEN, TEXT, LearnLr, TrainConfig, flag, own_code
 from metanudge.training.data import Data, DataShapes
 from metanudge.training.device import device_called
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, count, spelled
 from metanudge.training.hf_models import build_classifier, with_adapters
 from metanudge.training.own_data import OwnSource, given_tasks, own_data, own_source
 from metanudge.training.spec_language import Spec, known, normal
@@ -66,12 +68,22 @@ def build_source(
             f"--ways {config.ways}: {data.what} tasks are regression and have no classes. Leave"
             " --ways out."
         )
-    sizes = {"ways": config.ways, "shots": config.shots, "queries": config.queries}
+    sizes = {name: count(flag(name), getattr(config, name)) for name in ("ways", "shots")}
+    sizes["queries"] = config.queries
     options |= {name: size for name, size in sizes.items() if size is not None}
+    if any(isinstance(size, tuple) for size in sizes.values()):
+        options["alike"] = config.tasks
     place = device if device is not None else device_called(config.device)
     dtype = getattr(torch, config.dtype)
     try:
         source = data.build(**options, seed=config.seed, device=place, dtype=dtype)
+        if config.head != "fixed":
+            if isinstance(source, Given):
+                raise ValueError(
+                    "--head prototypes is for tasks of changing classes, and the classes of given"
+                    " tasks mean the same in all of them. Leave --head out."
+                )
+            source = source.with_support()
     except (TypeError, ValueError) as error:
         raise UserError(f"{config.data}: {error}") from error
     except OSError as error:
@@ -106,10 +118,13 @@ def check_splits(config: TrainConfig, source: Episodes) -> None:
 # The learner
 
 
-def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
+def build_learner(config: TrainConfig, shapes: Shapes, *, ways: int | None = None) -> MetaLearner:
     """The learner that a configuration describes, with its initial weights, on its device.
 
-    `shapes` is an episode source, or anything else that says what the tasks look like.
+    Args:
+        config: of the run.
+        shapes: an episode source, or anything else that says what the tasks look like.
+        ways: for how many classes a head of prototypes is made, if not those of the shapes.
     """
     device = device_called(config.device)
     solver, estimator = (
@@ -123,6 +138,8 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
         model = build(config.model, shapes)
         if config.peft != "none":
             model = with_adapters(model, config.peft)
+        if config.head == "prototypes":
+            model = _with_prototypes(model, config, ways or shapes.num_outputs)
     model = model.to(device, getattr(torch, config.dtype)).train()
     loss: Loss = (
         torch.nn.functional.cross_entropy
@@ -159,6 +176,17 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
     return learner
 
 
+def _with_prototypes(model: torch.nn.Module, config: TrainConfig, ways: int) -> torch.nn.Module:
+    try:
+        # a copy: a module of the user's own keeps its head
+        return Prototypes(copy.deepcopy(model), most=ways)
+    except ValueError as error:
+        raise UserError(
+            f"--head prototypes takes the place of a linear layer called head, and --model"
+            f" {config.model} has none. Use one that has, or --head fixed."
+        ) from error
+
+
 def _inner_rates(word: LearnLr) -> InnerRates | None:
     if word == "none":
         return None
@@ -178,8 +206,9 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
     elif isinstance(data, OwnSource):
         sizes = {}  # its code is asked again as it was asked
     else:
-        ways = source.ways if source.kind == "classification" else None
-        sizes = {"ways": ways, "shots": source.shots, "queries": source.queries}
+        ways = spelled(*source.spans["ways"]) if source.kind == "classification" else None
+        shots = spelled(*source.spans["shots"])
+        sizes = {"ways": ways, "shots": shots, "queries": source.queries}
     if isinstance(source, (Text, EncodedText)):
         form = source.form
         sizes |= {"tokenizer": form.tokenizer or None, "encoder": form.encoder or None}

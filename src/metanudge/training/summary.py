@@ -23,7 +23,7 @@ from metanudge.tasks import Episodes, Text
 from metanudge.tasks.episodes import Split
 from metanudge.tasks.images import is_picture
 from metanudge.training.config import TrainConfig
-from metanudge.training.curve import learning_curve
+from metanudge.training.curve import learning_curve, save
 from metanudge.training.device import environment
 from metanudge.training.distributed import Group
 from metanudge.training.files import (
@@ -200,13 +200,12 @@ def write_summary(
     }
     write_text(folder / SUMMARY, seal(summary, indent=2))
     title = f"{Path(config.data).name} · {config.model.split(':')[0]} · {config.estimator}"
-    learning_curve(
+    curve = learning_curve(
         read_metrics(folder / METRICS, note=note),
-        folder / CURVE,
-        title=title,
         test=outcome.test,
         beside=None if beside is None else beside.as_dict(),
     )
+    save(curve, folder / CURVE, title)
 
 
 def check_summary(folder: Path, note: Callable[[str], None]) -> None:
@@ -270,9 +269,10 @@ def result_table(
 
 
 def _term(config: TrainConfig, learner: MetaLearner) -> str:
-    """λ, whether it and the inner rates are learned, and what adapts."""
+    """The head, λ, whether it and the inner rates are learned, and what adapts."""
     problem = learner.problem()
-    text = f"λ = {config.lam:g}"
+    text = "head of prototypes, " if config.head == "prototypes" else ""
+    text += f"λ = {config.lam:g}"
     if learner.log_lam is not None:
         text += " to begin with, learned" + (
             "" if config.learn_lam == "scalar" else f" per {config.learn_lam}"
@@ -293,6 +293,3 @@ def _number(value: float | None) -> str:
 
 def _trainable(learner: MetaLearner) -> int:
     return sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
-
-
-# Pictures
