@@ -21,6 +21,7 @@ from torch import Tensor
 
 from metanudge.names import near
 from metanudge.task import Batch, Task, TaskBatch
+from metanudge.tasks.augment import Augment, augmented
 from metanudge.tasks.counts import WHY, Count, check_count, check_span, is_integer
 from metanudge.tasks.draws import Keys, episode_keys, root_key, uniform
 from metanudge.tasks.support import carrying
@@ -37,6 +38,8 @@ class Stream(TypedDict, total=False):
     device: torch.device | str
     dtype: torch.dtype
     alike: int
+    augment: Augment | None
+    augment_query: bool
 
 
 class Sizes(Stream, total=False):
@@ -81,6 +84,9 @@ class Episodes(ABC):
         seed: another seed is another stream of tasks; 0 ≤ seed < 2⁶⁴.
         device: where the tensors of a task live.
         dtype: floating dtype of the inputs.
+        augment: a function (inputs `(n, ...)` of a task, generator) → inputs that changes support
+            sets in training, such as `metanudge.tasks.Changes(flip=True)`; see `augmented`.
+        augment_query: change query sets, too.
         alike: so many tasks one after the other have as many ways and shots, so that they stack:
             those of a meta-batch.
 
@@ -117,6 +123,8 @@ class Episodes(ABC):
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        augment: Augment | None = None,
+        augment_query: bool = False,
         alike: int = 16,
     ) -> None:
         self.spans = {"ways": check_span("ways", ways), "shots": check_span("shots", shots)}
@@ -136,6 +144,9 @@ class Episodes(ABC):
         self.seed = int(seed)
         self.device = torch.device(device)
         self.dtype = dtype
+        self._augment, self._augment_query = augment, augment_query
+        if augment is not None and not callable(augment):
+            raise TypeError(f"augment={augment!r} is no function. Give one of (inputs, generator).")
 
     @property
     def num_outputs(self) -> int:
@@ -216,8 +227,11 @@ class Episodes(ABC):
         numbers = as_indices(indices)
         tasks: dict[int, Task] = {}
         for places, source in self._by_size(numbers, split):
-            drawn = source.draw(self._keys(numbers[places], split), split)
+            keys = self._keys(numbers[places], split)
+            drawn = source.draw(keys, split)
             batch = drawn if isinstance(drawn, TaskBatch) else TaskBatch(*drawn)
+            if self._augment is not None and split == "train":
+                batch = augmented(batch, keys, self._augment, query=self._augment_query)
             if len(places) == len(numbers):
                 return self._handed_out(batch)
             tasks |= zip(places.tolist(), batch, strict=True)
@@ -277,6 +291,20 @@ class Episodes(ABC):
             )
         numbers = count_from(start) if count is None else range(start, start + count)
         return (self.batch(range(b * size, (b + 1) * size), split) for b in numbers)
+
+    def augmented(self, augment: Augment | None, *, query: bool = False) -> Self:
+        """The same stream with training tasks changed by `augment`, a function of (inputs `(n,
+        ...)` of one task, generator seeded by the episode) that keeps their shape, or by nothing.
+
+        Example:
+            >>> from metanudge.tasks import Sinusoid
+            >>> noisy = Sinusoid().augmented(lambda x, g: x + torch.randn(x.shape, generator=g))
+            >>> torch.equal(noisy.task(3).support[0], Sinusoid().task(3).support[0])
+            False
+        """
+        changed = copy.copy(self)
+        changed._augment, changed._augment_query = augment, query
+        return changed
 
     def to(self, device: torch.device | str) -> Self:
         """The same stream of tasks on another device; this source stays as it is.

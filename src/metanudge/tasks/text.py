@@ -210,6 +210,7 @@ class Text(ClassEpisodes):
         there = np.arange(width) < lengths[:, None]
         index = np.where(there, self._starts[flat][:, None] + np.arange(width), 0)
         mask = torch.from_numpy(there).to(self.device)
+        assert isinstance(self._examples, Tensor)
         ids = self._examples[torch.from_numpy(index).to(self.device)].where(mask, self.form.pad)
         labels = torch.arange(ways, device=self.device).repeat_interleave(each)
         return {"input_ids": ids, "attention_mask": mask.long()}, labels

@@ -105,7 +105,7 @@ def _contents(folder: Path) -> list[str]:
 
 
 def _default_folder(config: TrainConfig, group: Group) -> Path:
-    name = Path(config.data).expanduser().resolve().stem
+    name = Path(config.data).expanduser().resolve().stem.replace(":", "-")
     if group.job is not None:  # an earlier start of this job may have chosen a name; go on there
         for folder in Path("runs").glob(f"{glob.escape(name)}-*"):
             if job_of(folder) == group.job:
