@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metanudge.tasks import Episodes
+from metanudge.training.device import computing_in
 from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments.base import Cell, Experiment, Row, Settings
 from metanudge_lab.experiments.intents_baselines import BASELINES, accuracies, choose_penalty
@@ -180,8 +181,11 @@ def _with_adapters(
         for to in (data, *_others(data, config))
     }
     build = build_on_texts(LORA_METHODS[name], folder, sizes.ways, config.lora_rank, device)
-    trained = train(build, sources[data], config.lora_plan, prototypes=True)
-    found = {to: trained.accuracies(one, "test", config.test_tasks) for to, one in sources.items()}
+    with computing_in("tf32", device):
+        trained = train(build, sources[data], config.lora_plan, prototypes=True)
+        found = {
+            to: trained.accuracies(one, "test", config.test_tasks) for to, one in sources.items()
+        }
     return [*trained.tried, *_tested(found, trained.chosen)]
 
 

@@ -160,7 +160,12 @@ def build_on_features(method: Method, width: int, ways: int, rank: int) -> Build
 
 
 def learner_of(
-    model: nn.Module, method: Method, inner: float, *, adapt: Sequence[str]
+    model: nn.Module,
+    method: Method,
+    inner: float,
+    *,
+    adapt: Sequence[str],
+    compile: bool = True,
 ) -> mn.MetaLearner:
     """A learner with the experiment's constants."""
     return mn.MetaLearner(
@@ -171,6 +176,7 @@ def learner_of(
         learn_lr=method.learn_lr,
         solver=mn.GradientDescent(lr=inner, steps=m.STEPS),
         estimator=method.estimator,
+        compile=compile,
     )
 
 

@@ -61,6 +61,7 @@ def build_on_texts(
 
     def build(inner: float) -> mn.MetaLearner:
         model = m.seeded(0, make, device).eval()
-        return learner_of(model, method, inner, adapt=("*lora_*", "weight", "bias"))
+        # every length of texts would be recorded anew
+        return learner_of(model, method, inner, adapt=("*lora_*", "weight", "bias"), compile=False)
 
     return build
