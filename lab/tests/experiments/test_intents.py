@@ -41,7 +41,9 @@ def test_folds_share_no_classes_and_features_do_not_know_the_test_classes() -> N
 def test_prototypes_begin_as_the_nearest_centroid(fold: int) -> None:
     source = tasks.encoded(tasks.MADE_UP, fold, SIZES)
     method = METHODS[PROTOTYPES + m.LOSS]
-    learner = build_on_features(method, 32, 5, rank=4)(0.1)
+    axes = tasks.principal_axes(tasks.MADE_UP, fold, 4)
+    assert torch.allclose(axes @ axes.mT, torch.eye(4), rtol=0, atol=1e-5)
+    learner = build_on_features(method, axes, 5)(0.1)
     batch = with_support(source.batch(range(50), "test"), most=5)
     before = learner.evaluate(batch).accuracy_before
     assert before is not None

@@ -28,6 +28,7 @@ from metanudge_lab.experiments.intents_tasks import (
     Sizes,
     encoded,
     folder_called,
+    principal_axes,
     worded,
 )
 from metanudge_lab.experiments.intents_verdict import FROZEN, LORA, draw, judge, table
@@ -62,11 +63,11 @@ class Config(Settings):
     lora_shots: tuple[int, ...] = (1, 5)
     lora_folds: int = 5
     lora_ways: int = 5
-    inner_rates: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0)
+    inner_rates: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
     meta_rates: tuple[float, ...] = (1e-3, 3e-4)
     looks: tuple[int, ...] = (20, 40, 80)
     tasks: int = 8
-    rank: int = 32
+    rank: int = 64
     lora_rank: int = 8
     lora_inner_rates: tuple[float, ...] = (0.01, 0.1)
     lora_meta_rates: tuple[float, ...] = (1e-3,)
@@ -164,7 +165,7 @@ def _on_features(name: str, data: str, fold: int, sizes: Sizes, config: Config) 
                  for to, one in sources.items()}  # fmt: skip
         return [*tried, *_tested(found, {"validation": best, "penalty": penalty})]
     method = METHODS[name]
-    build = build_on_features(method, source.input_shape[0], sizes.ways, config.rank)
+    build = build_on_features(method, principal_axes(data, fold, config.rank), sizes.ways)
     trained = train(build, source, config.plan, prototypes=method.prototypes)
     found = {to: trained.accuracies(one, "test", config.test_tasks) for to, one in sources.items()}
     return [*trained.tried, *_tested(found, trained.chosen)]

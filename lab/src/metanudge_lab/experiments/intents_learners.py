@@ -21,7 +21,7 @@ from metanudge.tasks.episodes import Split
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Row
 
-LAM, LENGTH, SHARPNESS = 0.1, 6.0, 10.0  # λ; of features; of the prototypes' logits at the start
+LAM, LENGTH, SHARPNESS = 0.1, 6.0, 5.0  # λ; of features; of the prototypes' logits at the start
 _LAST = ("head.", "weight", "bias")
 LEARNED, PROTOTYPES = "MAML, learned rates", "prototypes, "
 
@@ -55,15 +55,15 @@ class Mapped(nn.Module):
     """Features x as x + U V x, of one length; U starts at 0.
 
     Args:
-        width: numbers per example.
-        rank: of the map.
+        axes: V at the start, `(rank, width)`.
     """
 
-    def __init__(self, width: int, rank: int) -> None:
+    def __init__(self, axes: Tensor) -> None:
         super().__init__()
-        self.down = nn.Linear(width, min(rank, width), bias=False)
-        self.up = nn.Linear(min(rank, width), width, bias=False)
-        nn.init.orthogonal_(self.down.weight)
+        rank, width = axes.shape
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+        self.down.weight.data.copy_(axes)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,13 +146,13 @@ Build = Callable[[float], mn.MetaLearner]
 """A learner at its initial weights, by its inner learning rate."""
 
 
-def build_on_features(method: Method, width: int, ways: int, rank: int) -> Build:
+def build_on_features(method: Method, axes: Tensor, ways: int) -> Build:
     """Learners on frozen features: the map and scales are learned, the last layer adapts."""
 
     def build(inner: float) -> mn.MetaLearner:
         device = torch.device("cpu")
         make = with_prototypes if method.prototypes else Classifier
-        model = m.seeded(0, lambda: make(Mapped(width, rank), width, ways), device)
+        model = m.seeded(0, lambda: make(Mapped(axes), axes.shape[1], ways), device)
         return learner_of(model, method, inner, adapt=("weight", "bias") if method.prototypes
                           else ("head.*",))  # fmt: skip
 

@@ -125,10 +125,8 @@ def encoded(data: str, fold: int, sizes: Sizes, *, centre: str | None = None) ->
     """Tasks of a fold on the frozen features: the mean over the training classes taken away (those
     of the same fold of the data set `centre`), then of length 1. No method sees others.
     """
-    raw = features(data)
-    known = centred_on(centre or data, fold)
     return Labelled(
-        normalize(raw - known, dim=1),
+        normalize(features(data) - centred_on(centre or data, fold), dim=1),
         sentences(data).intents,
         splits=classes(data, fold),
         seed=fold,
@@ -139,9 +137,19 @@ def encoded(data: str, fold: int, sizes: Sizes, *, centre: str | None = None) ->
 @functools.cache
 def centred_on(data: str, fold: int) -> Tensor:
     """The mean features of a fold's training classes."""
+    return features(data)[_train_rows(data, fold)].mean(0)
+
+
+def principal_axes(data: str, fold: int, rank: int) -> Tensor:
+    """Those along which the training classes' features vary most: `(rank, width)`, of length 1."""
+    known = features(data)[_train_rows(data, fold)] - centred_on(data, fold)
+    _, vectors = torch.linalg.eigh((known.mT @ known).double())
+    return vectors.mT.flip(0)[:rank].float()
+
+
+def _train_rows(data: str, fold: int) -> list[int]:
     known = set(classes(data, fold)["train"])
-    rows = [i for i, intent in enumerate(sentences(data).intents) if intent in known]
-    return features(data)[rows].mean(0)
+    return [i for i, intent in enumerate(sentences(data).intents) if intent in known]
 
 
 def worded(data: str, fold: int, sizes: Sizes, *, device: torch.device, tokens: int) -> Text:
