@@ -69,7 +69,7 @@ class Config(Settings):
     tasks: int = 8
     rank: int = 64
     lora_rank: int = 8
-    lora_inner_rates: tuple[float, ...] = (0.01, 0.1)
+    lora_inner_rates: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0)
     lora_meta_rates: tuple[float, ...] = (1e-3,)
     lora_looks: tuple[int, ...] = (15, 30)
     lora_tasks: int = 4
