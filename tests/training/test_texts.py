@@ -18,7 +18,7 @@ from metanudge.tasks import Labelled
 from metanudge.training import runs
 from metanudge.training.config import TrainConfig
 from metanudge.training.files import SEAL
-from metanudge.training.sources import build_learner, for_device
+from metanudge.training.sources import build_learner
 from metanudge.training.specs import build_optimizer, parameter_groups
 from text_models import rows, save_bert, save_tokenizer, write_csv, write_jsonl
 
@@ -47,26 +47,6 @@ def adapted(run: Path, folder: Path, *flags: str) -> list[dict[str, str]]:
     assert main(["adapt", str(run), *where, *flags]) == 0
     with out.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-@pytest.mark.parametrize(
-    ("flags", "cuda", "wanted"),
-    [
-        ({}, False, (4, "fobmaml:nudge=gradient")),
-        ({}, True, (16, "fobmaml")),
-        ({"tasks": 3, "estimator": "fomaml"}, False, (3, "fomaml")),
-        ({"encoder": "folder"}, False, (16, "fobmaml")),  # features are numbers, and quick
-        ({"data": "mnist1d", "text": None, "label": None}, False, (16, "fobmaml")),  # the paper's
-    ],
-)
-def test_a_cpu_gets_cheaper_steps(
-    tmp_path: Path, flags: dict[str, Any], cuda: bool, wanted: tuple[int, str]
-) -> None:
-    data = str(write_csv(tmp_path / "a.csv", rows()))
-    config = TrainConfig(**{"data": data, "text": "text", "label": "intent", **flags})
-    found = for_device(config, torch.device("cuda" if cuda else "cpu"))
-    assert (found.tasks, found.estimator) == wanted
-    assert for_device(found, torch.device("cpu")) == found
 
 
 def test_clinc150(tmp_path: Path) -> None:

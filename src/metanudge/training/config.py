@@ -157,9 +157,8 @@ class TrainConfig:
     of the first tasks + λ), the number is kept. torch_optimizer:optimizer=adam,lr=0.01,steps=5.
     """
 
-    estimator: str = "auto"
-    """How the meta-gradient is made: fobmaml (auto; on a CPU, for images and texts of your own,
-    fobmaml:nudge=gradient, which is faster), maml, fomaml, reptile, imaml, esmaml, exact.
+    estimator: str = "fobmaml"
+    """How the meta-gradient is made: fobmaml, maml, fomaml, reptile, imaml, esmaml, exact.
     fobmaml:nu=0.1 is the paper's.
     """
 
@@ -175,8 +174,8 @@ class TrainConfig:
     iterations: int = 600
     """Meta-steps."""
 
-    tasks: int = 0
-    """Tasks per meta-step. 0: 16; on a CPU, for images and texts of your own, 4."""
+    tasks: int = 16
+    """Tasks per meta-step."""
 
     seed: int = 0
     """Of the initial weights, the stream of tasks and everything else that is random."""
@@ -361,7 +360,7 @@ class ChangedError(UserError):
 
 _MOST_BYTES = 1 << 20  # of a configuration's file
 _LEAST = {
-    "ways": 1, "shots": 1, "queries": 1, "iterations": 1, "tasks": 0, "seed": 0, "chunk": 1,
+    "ways": 1, "shots": 1, "queries": 1, "iterations": 1, "tasks": 1, "seed": 0, "chunk": 1,
     "metrics_every": 1,
     "eval_every": 0, "eval_tasks": 1, "test_tasks": 0, "checkpoint_every": 1,
 }  # fmt: skip

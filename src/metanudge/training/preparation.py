@@ -122,12 +122,6 @@ def read_data(
     group, note = around.group, around.note
     device = device_called(config.device)
     check_sinks(config.sinks)
-    asked, config = config, sources.for_device(config, device)
-    if asked.tasks == 0 and config.tasks < 16:
-        note(
-            f"on a CPU: {config.tasks} tasks a meta-step and {config.estimator}, unless --tasks and"
-            " --estimator say otherwise (on a GPU 16, and fobmaml)"
-        )
     if config.encoder is not None:
         note(f"features of {Path(config.encoder).name}: computed once, then read from the cache")
     remembered = (

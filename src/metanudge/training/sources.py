@@ -23,10 +23,10 @@ from metanudge.training.data import Data, DataShapes
 from metanudge.training.device import device_called
 from metanudge.training.errors import UserError, count, spelled
 from metanudge.training.hf_models import build_classifier, with_adapters
-from metanudge.training.own_data import Folder, given_tasks, own_data
+from metanudge.training.own_data import given_tasks, own_data
 from metanudge.training.spec_language import Spec, known, normal
 from metanudge.training.specs import Shapes
-from metanudge.training.text_data import TextTable, text_data
+from metanudge.training.text_data import text_data
 
 
 def find_data(config: TrainConfig) -> Data:
@@ -50,21 +50,6 @@ def find_data(config: TrainConfig) -> Data:
     raise AssertionError("unreachable")
 
 
-def for_device(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """The configuration with the cost of a meta-step decided: on a CPU images and texts of the
-    user's own get fewer tasks and the faster nudge, so that a learner is useful in minutes.
-    """
-    data = find_data(config)
-    own = isinstance(data, Folder) or (isinstance(data, TextTable) and config.encoder is None)
-    frugal = own and device.type == "cpu"
-    auto = normal(config.estimator) == "auto"
-    return dataclasses.replace(
-        config,
-        tasks=config.tasks or (4 if frugal else 16),
-        estimator=("fobmaml:nudge=gradient" if frugal else "fobmaml") if auto else config.estimator,
-    )
-
-
 def build_source(
     config: TrainConfig, *, device: torch.device | None = None, remembered: DataShapes | None = None
 ) -> Episodes:
@@ -84,7 +69,7 @@ def build_source(
     sizes["queries"] = config.queries
     options |= {name: size for name, size in sizes.items() if size is not None}
     if any(isinstance(size, tuple) for size in sizes.values()):
-        options["alike"] = config.tasks or 16
+        options["alike"] = config.tasks
     place = device if device is not None else device_called(config.device)
     dtype = getattr(torch, config.dtype)
     try:

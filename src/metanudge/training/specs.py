@@ -188,9 +188,7 @@ def named_estimators() -> dict[str, type[Estimator]]:
 
 
 def parse_estimator(text: str) -> Spec:
-    """An estimator's spec, with its options converted; `auto` is the first of them."""
-    if normal(text) == "auto":
-        return Spec("fobmaml", {})
+    """An estimator's spec, with its options converted."""
     return _parse(text, named_estimators(), "estimator")
 
 

@@ -241,7 +241,8 @@ def result_table(
     ):
         if learned is not None:
             lines.append((name, learned))
-    if best is not None and best["step"] == outcome.step and config.schedule == "constant":
+    later = config.eval_every < outcome.step and config.schedule == "constant"
+    if best is not None and best["step"] == outcome.step and later:
         more = f"--resume {shlex.quote(str(folder))} --iterations {2 * outcome.step}"
         lines.append(("still improving", f"metanudge train {more}"))
     return [*lines, ("curve", str(folder / CURVE)), ("summary", str(folder / SUMMARY))]
