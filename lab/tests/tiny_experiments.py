@@ -30,6 +30,8 @@ TINY: dict[str, dict[str, Any]] = {
         "inner_rates": (0.1,), "meta_rates": (0.01,), "iterations": (2, 1), "tuning": (1, 1),
         "tasks": (1, 1), "val_tasks": 2, "test_tasks": 2, "at_steps": (1, 5),
     },
+    "intents": {"folds": 2, "shots": (1,), "looks": (1,), "tasks": 2, "inner_rates": (0.1,),
+    "val_tasks": 4, "test_tasks": 6},
     "inner-noise": {"at": (4, 8), "nus": (0.1, 0.2), "chains": 2},
     "lambda-networks": {"lams": (2.0, 8.0), "rates": (0.1,), "iterations": 1, "tasks": 1,
     "val_tasks": 2, "test_tasks": 2},

@@ -122,6 +122,8 @@ def read_data(
     group, note = around.group, around.note
     device = device_called(config.device)
     check_sinks(config.sinks)
+    if config.encoder is not None:
+        note(f"features of {Path(config.encoder).name}: computed once, then read from the cache")
     remembered = (
         DataShapes.from_dict(plan.checkpoint.state["shapes"])
         if plan.checkpoint is not None

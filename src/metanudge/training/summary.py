@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,6 +266,10 @@ def result_table(
     ):
         if learned is not None:
             lines.append((name, learned))
+    later = config.eval_every < outcome.step and config.schedule == "constant"
+    if best is not None and best["step"] == outcome.step and later:
+        more = f"--resume {shlex.quote(str(folder))} --iterations {2 * outcome.step}"
+        lines.append(("still improving", f"metanudge train {more}"))
     return [*lines, ("curve", str(folder / CURVE)), ("summary", str(folder / SUMMARY))]
 
 

@@ -34,6 +34,7 @@ NAMES = (
     "ablation",
     "auto-nu",
     "inner-rates",
+    "intents",
     "transformer",
 )
 
