@@ -60,6 +60,11 @@ TINY: dict[str, dict[str, Any]] = {
         "watch_tasks": 2, "test_tasks": 2,
         "adapt_steps": (1, 5),
     },
+    "longer": {
+        "methods": ("FO-B-MAML", "FO-MAML", "MAML"), "adapt_steps": (0, 1, 5, 16, 50),
+        "curved_at": (0, 5, 16, 50), "curved_tasks": 1, "tuning": 1,
+        "val_tasks": 1, "iterations": 1, "tasks": 1, "test_tasks": 2,
+    },
     "outer-loss": {"iterations": 2, "steps": 3, "seeds": 1, "tasks": 1, "dim": 4, "rates": (0.1,
     1.0), "limit_steps": (3,)},
     "transformer": {
