@@ -10,6 +10,10 @@ from typing import Any
 from metanudge_lab.experiments import load
 
 TINY: dict[str, dict[str, Any]] = {
+    "along-training": {
+        "networks": ("mnist1d", "transformer"), "points": (0, 1), "tasks": 1, "quality_tasks": 1,
+        "reach": 4, "channels": 2, "queries": 1, "width": 4, "length": 4,
+    },
     "ablation": {
         "starts": ("theta",), "stencils": ("symmetric", "tangent"), "nus": ("0.1", "auto"),
         "steps": (1,), "reach": 2, "error_tasks": 1,

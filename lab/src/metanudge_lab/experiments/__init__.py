@@ -36,6 +36,7 @@ NAMES = (
     "auto-nu",
     "inner-rates",
     "transformer",
+    "along-training",
 )
 
 

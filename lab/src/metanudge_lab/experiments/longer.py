@@ -9,23 +9,27 @@ import torch
 from metanudge_lab.device_memory import release
 from metanudge_lab.experiments.base import Cell, Experiment, Result, Row
 from metanudge_lab.experiments.longer_figures import draw, table
-from metanudge_lab.experiments.longer_runs import Config, search, seeds_of, train
+from metanudge_lab.experiments.longer_runs import CORE, Config, search, seeds_of, train
 from metanudge_lab.experiments.longer_verdict import judge
 
 _known: dict[tuple[str, str, Config], tuple[float, float]] = {}
 
 
 def cells(config: Config) -> list[Cell]:
-    """Learning rates of everything that is trained on a part, then the trainings, seed by seed."""
+    """Learning rates, then the trainings, seed by seed; on each part first of those that the
+    verdict needs.
+    """
     found: list[Cell] = []
+    needed = [one for one, (method, _) in config.trained.items() if method in CORE]
+    others = [one for one in config.trained if one not in needed]
     for part, seeds in seeds_of(config).items():
-        if seeds:
-            found += [{"part": part, "what": "rates", "trained": one} for one in config.trained]
-        found += [
-            {"part": part, "what": "training", "trained": one, "seed": seed}
-            for seed in range(seeds)
-            for one in config.trained
-        ]
+        for group in (needed, others) if seeds else ():
+            found += [{"part": part, "what": "rates", "trained": one} for one in group]
+            found += [
+                {"part": part, "what": "training", "trained": one, "seed": seed}
+                for seed in range(seeds)
+                for one in group
+            ]
     return found
 
 
