@@ -86,7 +86,7 @@ class Config(Settings):
         """What is trained by its name: a method, and with how many inner steps."""
         return {
             name_of(method, length): (method, length)
-            for some in (CORE, (one for one in self.methods if one not in CORE))
+            for some in (CORE, [one for one in self.methods if one not in CORE])
             for length in LENGTHS
             for method in some
             if method in self.methods
