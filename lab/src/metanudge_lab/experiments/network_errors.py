@@ -15,6 +15,7 @@ from metanudge.engines import Cost, InplaceEngine
 from metanudge.estimators import Estimator
 from metanudge.params import Params
 from metanudge.proximal.lanczos import extreme_eigenvalues
+from metanudge.solvers import Solver
 from metanudge.task import TaskBatch
 from metanudge.testing.problems import vector
 from metanudge_lab.experiments import methods as m
@@ -32,6 +33,7 @@ class Exact:
         steps: K.
         reach: steps after which the inner optimum is taken to be reached, with the stable inner
             learning rate 1/(L̂ + λ).
+        optimum: what finds it instead.
         rate: inner learning rate of the K steps; the stable one by default.
         lam: λ.
 
@@ -46,7 +48,8 @@ class Exact:
         tasks: TaskBatch,
         *,
         steps: int,
-        reach: int,
+        reach: int = 0,
+        optimum: Solver | None = None,
         rate: float | None = None,
         lam: float = m.LAM,
     ) -> None:
@@ -56,10 +59,11 @@ class Exact:
             double, nn.functional.cross_entropy, lam=lam, engine="stacked", compile=False
         )
         self.rate = 1 / (curvature(self.learner, self.tasks) + lam)
-        self.implicit, stats = self._gradient(mn.IMAML(cg_steps=300, tol=1e-10), reach)
+        solver = optimum or mn.GradientDescent(lr=self.rate, steps=reach)
+        self.implicit, stats = self._gradient(mn.IMAML(cg_steps=300, tol=1e-10), solver)
         self.residual = stats.residual / stats.residual_start
         self.rate = self.rate if rate is None else rate
-        self.adaptation, stats = self._gradient(mn.MAML(), steps)
+        self.adaptation, stats = self._gradient(mn.MAML(), self._steps)
         self.growth = stats.residual / stats.residual_start
 
     def compare(self, estimator: Estimator) -> Row:
@@ -72,7 +76,7 @@ class Exact:
             "agreement": cosine(self.implicit, self.adaptation),
         }
         try:
-            estimate, stats = self._gradient(estimator, self.steps)
+            estimate, stats = self._gradient(estimator, self._steps)
         except mn.NonFiniteError:
             return (
                 row
@@ -81,11 +85,12 @@ class Exact:
             )
         return row | {"nu_used": stats.nu} | compared(estimate, self.implicit, self.adaptation)
 
-    def _gradient(self, estimator: Estimator, steps: int) -> tuple[Tensor, mn.Stats]:
-        self.learner.estimator, self.learner.solver = (
-            estimator,
-            mn.GradientDescent(lr=self.rate, steps=steps),
-        )
+    @property
+    def _steps(self) -> Solver:
+        return mn.GradientDescent(lr=self.rate, steps=self.steps)
+
+    def _gradient(self, estimator: Estimator, solver: Solver) -> tuple[Tensor, mn.Stats]:
+        self.learner.estimator, self.learner.solver = estimator, solver
         found, stats = self.learner.meta_gradient(self.tasks, metrics=False)
         return vector(found), stats
 
