@@ -9,7 +9,7 @@ import torch
 from metanudge_lab.device_memory import release
 from metanudge_lab.experiments.along_figures import draw, table
 from metanudge_lab.experiments.along_runs import METHODS, NETWORKS, Config, qualities
-from metanudge_lab.experiments.along_verdict import CLOSE, REACHED, compare, judge
+from metanudge_lab.experiments.along_verdict import CLOSE, REACHED, compare, enough, judge
 from metanudge_lab.experiments.base import Cell, Experiment, Row
 
 
@@ -51,6 +51,7 @@ EXPERIMENT = Experiment(
     judge=judge,
     compare=compare,
     unit=("network", "seed"),
+    enough=enough,
     notes=(
         "Three convolutions with BatchNorm on MNIST-1D (3-way 5-shot, inner rate 0.1), as they are"
         " and with GELU and average pooling; Conv4 with 32 filters on Omniglot (5-way 1-shot, inner"

@@ -6,7 +6,7 @@ import math
 import statistics
 
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.along_runs import KINKED, NETWORKS, Config
+from metanudge_lab.experiments.along_runs import CORE, KINKED, METHODS, NETWORKS, Config
 from metanudge_lab.experiments.base import Result, Statement, Verdict
 from metanudge_lab.experiments.network_errors import TARGETS
 from metanudge_lab.experiments.spread import below, short
@@ -20,6 +20,8 @@ REACHED = 1e-3  # residual at the optimum over that at θ
 def judge(result: Result[Config]) -> Verdict:
     """Who is closest, whether that is close, and whether there is an optimum to be close to."""
     statements = [*compare(result), *_trusted(result)]
+    left = [one for one in result.config.networks if one not in _networks(result)]
+    statements += [Statement(None, NETWORKS[one]) for one in left]
     return Verdict.of(statements, measured(result), _why(result))
 
 
@@ -65,6 +67,11 @@ def _trusted(result: Result[Config]) -> list[Statement]:
     return found
 
 
+def enough(result: Result[Config]) -> bool:
+    """Whether the small networks are measured; the others may wait."""
+    return not any(cell["network"] in CORE for cell in result.missing)
+
+
 def errors(result: Result[Config], network: str, method: str, target: str) -> list[float]:
     """The geometric mean over the points of a training, seed by seed; infinite where an estimate
     was not finite.
@@ -91,8 +98,8 @@ def measured(result: Result[Config]) -> str:
         for target, name in TARGETS.items():
             found = {
                 method: cosine(result, network, method, target)
-                for method in result.distinct("method")
-                if method != m.MAML and result.rows(network=network, method=method)
+                for method in METHODS
+                if method != m.MAML
             }
             best = sorted(found, key=lambda method: -found[method])[:3]
             told = ", ".join(f"{method} {found[method]:.3f}" for method in best)
@@ -112,7 +119,9 @@ def _why(result: Result[Config]) -> str:
 
 
 def _networks(result: Result[Config]) -> list[str]:
-    return [network for network in NETWORKS if result.rows(network=network)]
+    """Those that are measured with every method and seed."""
+    left = {cell["network"] for cell in result.missing}
+    return [network for network in result.config.networks if network not in left]
 
 
 def _reached(result: Result[Config], network: str) -> bool:
