@@ -47,12 +47,12 @@ def draw(result: Result[Config]) -> list[Drawing]:
 
 def table(result: Result[Config]) -> ResultTable:
     """Cosines and errors, medians over points and seeds."""
-    rows = []
+    rows: list[tuple[str | float | Shown, ...]] = []
     for network in NETWORKS:
         for method in METHODS:
             if not result.rows(network=network, method=method):
                 continue
-            cells = []
+            cells: list[Shown] = []
             for target in TARGETS:
                 errors = result.values(f"error_{target}", network=network, method=method)
                 value = cosine(result, network, method, target)

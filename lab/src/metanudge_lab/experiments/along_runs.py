@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import metanudge as mn
 from metanudge.estimators import Estimator
-from metanudge.models import Conv1D
+from metanudge.models import Conv1D, Conv4
 from metanudge.tasks import MNIST1D
 from metanudge.testing.problems import vector
 from metanudge_lab.experiments import fewshot
@@ -162,7 +162,7 @@ def _training(
             ways, shots, config.queries, glyphs=config.glyphs, seed=seed, device=device
         )
         model: nn.Module = m.seeded(
-            seed, lambda: omniglot.Conv4(ways=ways, channels=config.channels), device
+            seed, lambda: Conv4(ways=ways, channels=config.channels), device
         )
         trial = fewshot.Trial(model, mn.MAML(), source)
         return trial, fewshot.Recipe(0.05, 3e-3, last, tasks, cosine=True)

@@ -39,8 +39,8 @@ EXPERIMENT = Experiment(
     where="not in the paper",
     claim=(
         "Ours: all along the training of real networks the first-order estimate that is made for a"
-        " target is the closest to it: MAML by differences to the gradient of the K steps, FO-B-MAML"
-        " to the implicit gradient at the inner optimum, each closer than FO-MAML and Reptile; and"
+        " target is the closest to it: MAML by differences to the gradient of the K steps,"
+        " FO-B-MAML to the implicit gradient at the inner optimum, each closer than FO-MAML and Reptile; and"
         f" MAML by differences is close enough to trust (relative error at most {CLOSE:g})."
     ),
     config=Config,

@@ -34,9 +34,7 @@ def compare(result: Result[Config]) -> list[Statement]:
                 continue
             own = errors(result, network, ours, target)
             rivals = (m.FO_MAML, m.REPTILE)
-            behind = [
-                one for one in rivals if below(own, errors(result, network, one, target))
-            ]
+            behind = [one for one in rivals if below(own, errors(result, network, one, target))]
             words = f"{NETWORKS[network]}: {ours} is {{}} to the {TARGETS[target]} than"
             closer = f"{words.format('closer')} {' and '.join(behind) or 'neither'}"
             left = [one for one in rivals if one not in behind]
@@ -92,7 +90,7 @@ def cosine(result: Result[Config], network: str, method: str, target: str) -> fl
 
 
 def measured(result: Result[Config]) -> str:
-    """The best estimates of each target on each network that is no second-order method, in words."""
+    """The best estimates of each target on each network beside MAML's own, in words."""
     texts = []
     for network in _networks(result):
         for target, name in TARGETS.items():

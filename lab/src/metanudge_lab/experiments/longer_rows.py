@@ -29,9 +29,7 @@ def parts_of(result: Result[Config]) -> list[str]:
     found = []
     for part, seeds in seeds_of(result.config).items():
         left = [
-            cell
-            for cell in result.missing
-            if cell["part"] == part and cell["trained"] in needed
+            cell for cell in result.missing if cell["part"] == part and cell["trained"] in needed
         ]
         if seeds and not left:
             found.append(part)

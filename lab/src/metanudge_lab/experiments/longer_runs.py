@@ -173,8 +173,8 @@ def train(
         rows.append({"kind": "cost", "iterations": step, "seconds": trial.seconds})
         tasks = trial.source.batch(range(count), "test")
         look = partial(trajectory, learner, tasks, at=config.adapt_steps)
-        few = {"curved_at": config.curved_at, "few": config.curved_tasks}
-        test, slower = look(rate=rates[0], **few), look(rate=config.slower * rates[0])
+        test = look(rate=rates[0], curved_at=config.curved_at, few=config.curved_tasks)
+        slower = look(rate=config.slower * rates[0])
         rows.extend({"kind": "test", **about, **row} for row in test)
         rows.extend({"kind": "slower", **about, **row} for row in slower)
 

@@ -1,5 +1,5 @@
-"""Who keeps its accuracy when adaptation goes on, whether that is the estimator or the mismatch, and
-what goes with it.
+"""Who keeps its accuracy when adaptation goes on, whether that is the estimator or the mismatch,
+and what goes with it.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def _ahead(
 def _keeps(result: Result[Config], part: str) -> Statement:
     """The change of FO-B-MAML from the steps of training to the most."""
     trained, last = name_of(m.LOSS, SHORT), max(result.config.adapt_steps)
-    change = paired(
-        percent(result, part, trained, last), percent(result, part, trained, m.STEPS)
-    )
+    change = paired(percent(result, part, trained, last), percent(result, part, trained, m.STEPS))
     words = (
         f"{PARTS[part]}: {trained}, {{}} from {m.STEPS} steps to {last}"
         f" ({_signed(change)} points; {KEPT:g} are allowed)"

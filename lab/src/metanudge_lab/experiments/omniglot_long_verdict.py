@@ -42,8 +42,8 @@ def recipes_of(result: Result[Config]) -> list[tuple[str, str, int]]:
 
 def by_recipe(result: Result[Config], setting: str, recipe: str, steps: int) -> list[float]:
     """With all ingredients of a recipe, in percent, seed by seed."""
-    where = {"setting": setting, "recipe": recipe, "kind": "test", "steps": steps}
-    return [100 * value for value in result.values("accuracy", **where)]
+    where = {"setting": setting, "recipe": recipe, "kind": "test"}
+    return [100 * value for value in result.values("accuracy", steps=steps, **where)]
 
 
 def gain(result: Result[Config], setting: str, recipe: str) -> Mean | None:
@@ -131,5 +131,3 @@ def measured(result: Result[Config]) -> str:
                 f" {Mean.of(found).text(2)}"
             )
     return sentence(*texts) if texts else ""
-
-

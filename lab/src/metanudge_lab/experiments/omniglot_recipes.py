@@ -1,5 +1,5 @@
-"""What may bring more on Omniglot, one ingredient at a time and all together: learned inner rates, a
-head of prototypes, shifted training images, three times as many meta-steps.
+"""What may bring more on Omniglot, one ingredient at a time and all together: learned inner rates,
+a head of prototypes, shifted training images, three times as many meta-steps.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ def moved(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
     height, width = images.shape[-2:]
     rows = torch.arange(height, device=images.device) - down[..., None]
     columns = torch.arange(width, device=images.device) - right[..., None]
-    inside = ((rows >= 0) & (rows < height))[..., :, None] & (
-        (columns >= 0) & (columns < width)
-    )[..., None, :]
+    inside = ((rows >= 0) & (rows < height))[..., :, None] & ((columns >= 0) & (columns < width))[
+        ..., None, :
+    ]
     places = rows.clamp(0, height - 1)[..., :, None] * width
     places = places + columns.clamp(0, width - 1)[..., None, :]
     found = images.flatten(-2).gather(-1, places.flatten(-2)[..., None, :])

@@ -59,13 +59,13 @@ def trajectory(
     return list(rows.values())
 
 
-def _session(
-    learner: mn.MetaLearner, tasks: TaskBatch
-) -> AbstractContextManager[Iterator[Inner]]:
+def _session(learner: mn.MetaLearner, tasks: TaskBatch) -> AbstractContextManager[Iterator[Inner]]:
     return StackedEngine().session(learner.problem(), tasks, width=2, seed=0, cost=Cost())
 
 
-def _walk(inner: Inner, lam: float, at: Collection[int], rate: float) -> dict[int, dict[str, Tensor]]:
+def _walk(
+    inner: Inner, lam: float, at: Collection[int], rate: float
+) -> dict[int, dict[str, Tensor]]:
     seen: dict[int, dict[str, Tensor]] = {}
     d = inner.zeros(inner.tasks)
     for step in range(max(at) + 1):
