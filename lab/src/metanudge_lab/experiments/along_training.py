@@ -38,10 +38,11 @@ EXPERIMENT = Experiment(
     title="Gradient quality along training",
     where="not in the paper",
     claim=(
-        "Ours: all along the training of real networks the first-order estimate that is made for a"
-        " target is the closest to it: MAML by differences to the gradient of the K steps,"
-        " FO-B-MAML to the implicit gradient at the inner optimum, each closer than FO-MAML and Reptile; and"
-        f" MAML by differences is close enough to trust (relative error at most {CLOSE:g})."
+        "Ours: all along the training of real networks the first-order estimate that is made"
+        " for a target is the closest to it: MAML by differences to the gradient of the K steps,"
+        " FO-B-MAML to the implicit gradient at the inner optimum, each closer than FO-MAML and"
+        " Reptile; and MAML by differences is close enough to trust (relative error at most"
+        f" {CLOSE:g})."
     ),
     config=Config,
     cells=cells,
@@ -53,19 +54,19 @@ EXPERIMENT = Experiment(
     unit=("network", "seed"),
     enough=enough,
     notes=(
-        "Three convolutions with BatchNorm on MNIST-1D (3-way 5-shot, inner rate 0.1), as they are"
-        " and with GELU and average pooling; Conv4 with 32 filters on Omniglot (5-way 1-shot, inner"
-        " rate 0.05); two layers of width 32 on Markov chains of 16 symbols (λ = 0.5, inner rate"
-        " 0.3); else λ = 2, K = 5. Training is by autograd through the steps, which favours no"
-        " estimate, with Adam and a cosine, 4 tasks a meta-step; gradients are compared on 2"
-        " validation tasks. The exact gradients are in float64: through the K steps with the"
-        " inner rate of training, and at the point that 400 steps of L-BFGS find, by conjugate"
-        " gradient. Estimates are in float32 with the inner rate of training, as in"
-        " training. Where the residual at that point is not below"
-        f" {REACHED:g} of that at θ, there is no inner optimum to speak of: with ReLU and"
-        " max-pooling the steps end at a kink, whose gradient jumps, and the implicit gradient is"
-        " that of a point nearby. What is compared is the geometric mean of the errors along a"
-        " training, paired by seed. The experiment “transformer” has a larger GPT, at three inner"
-        " rates and in coarser precisions."
+        "Three convolutions with BatchNorm on MNIST-1D (3-way 5-shot, inner rate 0.1), as they"
+        " are and with GELU and average pooling; Conv4 with 32 filters on Omniglot (5-way"
+        " 1-shot, inner rate 0.05); two layers of width 32 on Markov chains of 16 symbols (λ ="
+        " 0.5, inner rate 0.3); else λ = 2, K = 5. Training is by autograd through the steps,"
+        " which favours no estimate, with Adam and a cosine, 4 tasks a meta-step; gradients are"
+        " compared on 2 validation tasks. The exact gradients are in float64: through the K"
+        " steps with the inner rate of training, and at the point that 400 steps of L-BFGS find,"
+        " by conjugate gradient. Estimates are in float32 with the inner rate of training, as in"
+        f" training. Where the residual at that point is not below {REACHED:g} of that at θ,"
+        " there is no inner optimum to speak of: with ReLU and max-pooling the steps end at a"
+        " kink, whose gradient jumps, and the implicit gradient is that of a point nearby. What"
+        " is compared is the geometric mean of the errors along a training, paired by seed. The"
+        " experiment “transformer” has a larger GPT, at three inner rates and in coarser"
+        " precisions."
     ),
 )

@@ -85,12 +85,12 @@ def _keeps(result: Result[Config], part: str) -> Statement:
 
 
 def _sharp(result: Result[Config], part: str, other: str) -> Statement:
-    """Whether steps are further from overshooting at FO-B-MAML's adapted weights."""
+    """Whether the first step is further from overshooting at FO-B-MAML's θ."""
     ours, theirs = (
-        sharpness(result, part, name_of(method, SHORT), m.STEPS) for method in (m.LOSS, other)
+        sharpness(result, part, name_of(method, SHORT), 0) for method in (m.LOSS, other)
     )
     words = (
-        f"{PARTS[part]}: α(L̂ + λ) after {m.STEPS} steps is {{}} with {m.LOSS} than with {other}"
+        f"{PARTS[part]}: α(L̂ + λ) at θ is {{}} with {m.LOSS} than with {other}"
         f" ({short(statistics.median(ours))} against {short(statistics.median(theirs))})"
     )
     return Statement(
@@ -117,13 +117,15 @@ def _shown(result: Result[Config]) -> list[int]:
 def _why(result: Result[Config], part: str) -> str:
     """What goes with losing accuracy over all runs, and what a smaller step makes of it."""
     last = max(result.config.adapt_steps)
-    lost, sharp, walked, slow = [], [], [], []
+    lost, walked, slow = list[float](), list[float](), list[str]()
+    sharp: dict[int, list[float]] = {0: [], m.STEPS: []}
     for trained in result.config.trained:
         before, after = (percent(result, part, trained, steps) for steps in (m.STEPS, last))
         if not before:
             continue
         lost += [one - other for one, other in zip(before, after, strict=True)]
-        sharp += sharpness(result, part, trained, m.STEPS)
+        for steps, found in sharp.items():
+            found += sharpness(result, part, trained, steps)
         walked += ratio(result, part, trained, "distance", (last, m.STEPS))
         if trained in (name_of(m.LOSS, SHORT), *(name_of(other, SHORT) for other in OTHERS)):
             quarter = Mean.of(percent(result, part, trained, last, "slower"))
@@ -132,10 +134,15 @@ def _why(result: Result[Config], part: str) -> str:
                 f"{trained} {quarter.text(1)} % (residual after {m.STEPS} steps"
                 f" {short(statistics.median(left))} of that at θ)"
             )
+    chosen = [row["inner"] for row in result.rows(part=part, kind="chosen")]
+    tried = [row["inner"] for row in result.rows(part=part, kind="tried")]
+    edge = sum(rate == min(tried) for rate in chosen) if tried else 0
     return (
-        f"{PARTS[part]}: over {len(lost)} runs the points lost from {m.STEPS} to {last} steps go"
-        f" with α(L̂ + λ) after {m.STEPS} steps (rank correlation {ranks_agree(sharp, lost):.2f})"
-        f" and with how much further θ is left behind ({ranks_agree(walked, lost):.2f}). With"
+        f"{PARTS[part]}: {edge} of {len(chosen)} searches chose the smallest inner rate of the"
+        f" grid. Over {len(lost)} runs the points lost from {m.STEPS} to {last} steps go"
+        f" with α(L̂ + λ) at θ (rank correlation {ranks_agree(sharp[0], lost):.2f}), with that"
+        f" after {m.STEPS} steps ({ranks_agree(sharp[m.STEPS], lost):.2f}) and with how much"
+        f" further from θ they lead ({ranks_agree(walked, lost):.2f}). With"
         f" {result.config.slower:g} times the inner rate {last} steps reach {', '.join(slow)}."
     )
 

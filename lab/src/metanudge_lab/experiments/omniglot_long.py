@@ -169,16 +169,17 @@ EXPERIMENT = Experiment(
     remember=remember,
     enough=enough,
     notes=(
-        "As the experiment before, with a wider grid of learning rates, chosen on validation tasks"
-        " by every method for itself, and the same meta-steps and seeds for all. ± is a 95 %"
-        " confidence interval over the seeds (Student's t); differences are paired by seed, which"
-        " fixes initial weights, training tasks and test tasks. Gradients a task are support and"
-        " query gradients of one meta-step; second-order methods take Hessian products besides. The"
-        " automatic ν looks at a few tasks again every 50 meta-steps, which is not counted there."
-        " Recipes are ours: MAML with one ingredient, or all of them,"
-        " with the learning rates that were found without: an inner rate for each tensor and"
-        " step that is learned; a head made from the support set (Proto-MAML); training images"
-        " shifted by up to two pixels; three times as many meta-steps, the cosine as long. Aims"
-        " (99.5 and 99.9 % 5-way, 97.5 and 99.3 % 20-way, 1 and 5 shots) are ours too."
+        "As the experiment before, with a wider grid of learning rates, chosen on validation"
+        " tasks by every method for itself, and the same meta-steps and seeds for all. ± is a 95"
+        " % confidence interval over the seeds (Student's t); differences are paired by seed,"
+        " which fixes initial weights, training tasks and test tasks. Gradients a task are"
+        " support and query gradients of one meta-step; second-order methods take Hessian"
+        " products besides. The automatic ν looks at a few tasks again every 50 meta-steps,"
+        " which is not counted there. Recipes are ours: MAML with one ingredient, or all of"
+        " them, with the learning rates that were found without: an inner rate for each tensor"
+        " and step that is learned; a head made from the support set (Proto-MAML); training"
+        " images shifted by up to two pixels; three times as many meta-steps, the cosine as"
+        " long. Aims (99.5 and 99.9 % 5-way, 97.5 and 99.3 % 20-way, 1 and 5 shots) are ours"
+        " too."
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Result, Statement, Verdict
+from metanudge_lab.experiments.base import Cell, Result, Statement, Verdict
 from metanudge_lab.experiments.omniglot_long_plan import (
     AIMS,
     ALL,
@@ -57,9 +57,9 @@ def gain(result: Result[Config], setting: str, recipe: str) -> Mean | None:
 def enough(result: Result[Config]) -> bool:
     """Whether all methods were trained in the first setting; what else is planned may be open."""
     setting, _, iterations, _ = result.config.plan[0]
-    first = [{"part": "rates", "setting": setting}]
-    first += [{"part": "training", "setting": setting, "iterations": iterations}]
-    wanted = [one.items() for one in first]
+    rates: Cell = {"part": "rates", "setting": setting}
+    training: Cell = {"part": "training", "setting": setting, "iterations": iterations}
+    wanted = [rates.items(), training.items()]
     return not any(one <= cell.items() for cell in result.missing for one in wanted)
 
 
