@@ -119,7 +119,12 @@ def _why(result: Result[Config]) -> str:
 def _networks(result: Result[Config]) -> list[str]:
     """Those that are measured with every method and seed."""
     left = {cell["network"] for cell in result.missing}
-    return [network for network in result.config.networks if network not in left]
+    return [
+        network
+        for network in result.config.networks
+        if network not in left
+        and all(result.rows(network=network, method=method) for method in METHODS)
+    ]
 
 
 def _reached(result: Result[Config], network: str) -> bool:
