@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from metanudge_lab import style
 from metanudge_lab.experiments.along_runs import METHODS, NETWORKS, Config
@@ -10,7 +11,7 @@ from metanudge_lab.experiments.along_verdict import cosine, measured
 from metanudge_lab.experiments.base import Drawing, Result, ResultTable, Shown
 from metanudge_lab.experiments.network_errors import TARGETS
 from metanudge_lab.experiments.spread import Spread, short
-from metanudge_lab.experiments.transformer_runs import TANGENT
+from metanudge_lab.experiments.transformer_runs import AUTOMATIC, SHIFTED, TANGENT
 
 
 def draw(result: Result[Config]) -> list[Drawing]:
@@ -31,8 +32,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
                     for point, values in found.items()
                 }
                 if lines:
-                    dash = {"linestyle": (0, (1, 1))} if method == TANGENT else {}
-                    style.band(one, lines, alpha=0.08, **style.line(method) | dash)
+                    style.band(one, lines, alpha=0.08, **_look(method))
             one.set_xticks(range(len(points)), [str(point) for point in points])
             one.set_ylim(-0.35, 1.05)
         row[0].set_ylabel(f"cosine with the\n{name}")
@@ -43,6 +43,15 @@ def draw(result: Result[Config]) -> list[Drawing]:
     style.legend(axes[0][-1])
     alt = "Cosine of every estimate with both exact meta-gradients along training."
     return [Drawing(figure, alt=f"{alt} {measured(result)}")]
+
+
+def _look(method: str) -> dict[str, Any]:
+    """Dotted and open what else would look like another one."""
+    look = style.line(method)
+    if method not in (TANGENT, AUTOMATIC, SHIFTED):
+        return look
+    dotted = {"linestyle": (0, (1, 1)), "fillstyle": "none"}
+    return look | dotted | {"markeredgecolor": look["color"]}
 
 
 def table(result: Result[Config]) -> ResultTable:

@@ -48,6 +48,8 @@ def draw(result: Result[Config]) -> list[Drawing]:
             one.set(xscale="log", title=f"trained with {length}")
             style.plain_ticks(one.xaxis)
         row[0].set_ylabel(f"accuracy, {PARTS[part]}, %")
+        low, high = row[0].get_ylim()
+        row[0].set_ylim(max(low, 0.0), min(high, 101.0))
     for one in axes[-1]:
         one.set_xlabel("steps of adaptation")
     style.legend(axes[0][-1])

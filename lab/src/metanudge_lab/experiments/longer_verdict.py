@@ -130,9 +130,12 @@ def _why(result: Result[Config], part: str) -> str:
         if trained in (name_of(m.LOSS, SHORT), *(name_of(other, SHORT) for other in OTHERS)):
             quarter = Mean.of(percent(result, part, trained, last, "slower"))
             left = ratio(result, part, trained, "residual", (m.STEPS, 0))
+            apart = ratio(result, part, trained, "distance", (last, m.STEPS))
             slow.append(
-                f"{trained} {quarter.text(1)} % (residual after {m.STEPS} steps"
-                f" {short(statistics.median(left))} of that at θ)"
+                f"{trained} {quarter.text(1)} % (with all of it the residual is"
+                f" {short(statistics.median(left))} of that at θ after {m.STEPS} steps, and"
+                f" ‖φ − θ‖ after {last} is {short(statistics.median(apart))} of that after"
+                f" {m.STEPS})"
             )
     chosen = [row["inner"] for row in result.rows(part=part, kind="chosen")]
     tried = [row["inner"] for row in result.rows(part=part, kind="tried")]
