@@ -161,6 +161,16 @@ def test_numbers_of_the_readme_are_those_of_the_results(script) -> None:
     ]
 
 
+def test_what_the_readme_says_of_differences_was_measured(script) -> None:
+    measured = script(ROOT / "docs" / "measured.py")
+    text = " ".join(Page(ROOT / "README.md").text.split())
+    (_, smooth), (cosine, _) = (
+        measured.along_training(network, "MAML by differences") for network in ("smooth", "mnist1d")
+    )
+    assert f"to within {smooth} % with GELU" in text
+    assert f"cosine {cosine} with ReLU" in text
+
+
 def test_the_readme_is_short_and_its_first_screen_has_the_essentials() -> None:
     lines = Page(ROOT / "README.md").text.splitlines()
     assert len(lines) <= 120

@@ -10,6 +10,10 @@ from typing import Any
 from metanudge_lab.experiments import load
 
 TINY: dict[str, dict[str, Any]] = {
+    "along-training": {
+        "networks": ("mnist1d",), "points": (1,), "seeds": 1, "tasks": 1, "quality_tasks": 1,
+        "reach": 2, "channels": 2, "queries": 1, "width": 4, "length": 4,
+    },
     "ablation": {
         "starts": ("theta",), "stencils": ("symmetric", "tangent"), "nus": ("0.1", "auto"),
         "steps": (1,), "reach": 2, "error_tasks": 1,
@@ -61,6 +65,11 @@ TINY: dict[str, dict[str, Any]] = {
         "shorten": 12000, "tuning": (1,), "val_tasks": 1, "tasks": 1, "queries": 1, "channels": 2,
         "watch_tasks": 2, "test_tasks": 2,
         "adapt_steps": (1, 5),
+    },
+    "longer": {
+        "methods": ("FO-B-MAML", "FO-MAML", "MAML"), "adapt_steps": (0, 5, 16),
+        "curved_at": (0, 5), "curved_tasks": 1, "tuning": 1, "seeds": 1,
+        "val_tasks": 1, "iterations": 1, "tasks": 1, "test_tasks": 2,
     },
     "outer-loss": {"iterations": 2, "steps": 3, "seeds": 1, "tasks": 1, "dim": 4, "rates": (0.1,
     1.0), "limit_steps": (3,)},

@@ -17,6 +17,7 @@ NAMES = (
     "mnist1d",
     "omniglot",
     "omniglot-long",
+    "longer",
     "memory-cnn",
     "memory-width",
     "memory-length",
@@ -36,6 +37,7 @@ NAMES = (
     "inner-rates",
     "intents",
     "transformer",
+    "along-training",
 )
 
 
