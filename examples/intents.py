@@ -1,7 +1,6 @@
 """Texts, an encoder and LoRA: new intents from one sentence each, beside frozen features.
 
-python examples/intents.py [PICTURE]             # needs transformers and peft
-"""
+python examples/intents.py [PICTURE]             # needs transformers and peft"""
 
 import sys
 import tempfile

@@ -1,6 +1,6 @@
-"""What a run says while it goes: a live line on a terminal and in a notebook, a plain line every few
-seconds elsewhere, and what it notices: inner steps that overshoot, a meta-gradient that drowns in its
-error, hours that nobody expects.
+"""What a run says while it goes: a live line on a terminal and in a notebook, a plain line every
+few seconds elsewhere, and what it notices: inner steps that overshoot, a meta-gradient that drowns
+in its error, hours that nobody expects.
 """
 
 from __future__ import annotations
