@@ -41,17 +41,17 @@ class Encoder(hf.BertModel):
 draws = {"label": "intent", "ways": 5, "queries": 5, "seed": 0}
 frozen = mn.tasks.EncodedText.from_table(table, encoder=folder, **draws)
 found = {name: float(of.mean()) for name, of in mn.baselines.measure(frozen, 60).items()}
-source = mn.tasks.Text.from_table(table, tokenizer=folder, **draws)
+source = mn.tasks.Text.from_table(table, tokenizer=folder, **draws).with_support()
 lora, solver = LoraConfig(target_modules="all-linear"), mn.GradientDescent(lr=0.03, steps=2)
 model = get_peft_model(Encoder.from_pretrained(folder, add_pooling_layer=False), lora)
 head = mn.models.Prototypes(model, 32)
 learner = mn.MetaLearner(head, torch.nn.functional.cross_entropy, lam=0.3, solver=solver)
-test = mn.tasks.with_support(source.batch(range(60), "test"))
+test = source.batch(range(60), "test")
 found["LoRA as usual"] = learner.evaluate(test).mean_accuracy
 adam = torch.optim.Adam(learner.parameters(), lr=2e-3)
 for tasks in source.batches(size=4, count=META_STEPS):
     adam.zero_grad()
-    learner.backward(mn.tasks.with_support(tasks), metrics=False)
+    learner.backward(tasks, metrics=False)
     adam.step()
 found["LoRA, start learned"] = learner.evaluate(test).mean_accuracy
 print("\n".join(f"{name:20} {accuracy:.0%}" for name, accuracy in found.items()))

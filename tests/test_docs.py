@@ -213,7 +213,7 @@ def test_every_source_and_model_is_in_the_reference() -> None:
     folder = ROOT / "docs" / "reference" / "api"
     models = {model.__name__ for model in mn.models.MODELS.values()}
     for module, page, names in (
-        ("tasks", "data.md", set(mn.tasks.__all__)),
+        ("tasks", "data.md", set(mn.tasks.__all__) - {"SOURCES"}),
         ("models", "models.md", models),
     ):
         text = (folder / page).read_text(encoding="utf-8")

@@ -37,6 +37,7 @@ LAYERS = (
     {"learner", "gradcheck", "gradient_report", "bilevel"},
     {"testing"},
     {"training"},
+    {"page"},
     {"cli", "__main__"},
 )
 LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
@@ -57,7 +58,7 @@ USERS_OF_APART = LAYER["training"]
 # functions that need it.
 EAGER = {"torch", "numpy", "metanudge"}
 LAZY_IN_TASKS = {"PIL", "pandas", "pooch", "transformers"}
-MAY_LOAD_MORE = {"training", "cli", "__main__"}
+MAY_LOAD_MORE = {"training", "page", "cli", "__main__"}
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,7 @@ TRITON = (
     "accel/trunk/first_kernels.py",
     "accel/trunk/tail.py",
     "accel/trunk/tail_kernels.py",
+    "engines/packed_kernels.py",
 )
 
 
