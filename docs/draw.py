@@ -56,7 +56,7 @@ def choosing(theme: str) -> Any:
     names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     face = {"figure.facecolor": paper, "axes.facecolor": paper, "legend.labelcolor": ink}
     with plt.rc_context({**face, **colours, **dict.fromkeys(names, ink), "svg.hashsalt": "0"}):
-        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(8.8, 3.4), layout="constrained")
         _estimators(left, ours, OTHERS[theme][0])
         _stiffness(middle)
         _nu(right)
@@ -75,7 +75,7 @@ def _estimators(axes: Any, *colours: str) -> None:
         said = f"{code}, {measured.bench(key)[0]} ms"
         axes.annotate(said, (64, place), (0, 7), textcoords="offset points")
     axes.set(xlabel="accuracy on Omniglot, %", yticks=[], ylim=(4.6, -0.6), xlim=(63, 101))
-    axes.set_title("Estimator: how many steps will users take?", fontsize=10)
+    axes.set_title("Estimator", fontsize=10)
     axes.legend(fontsize=8, loc="lower center")
 
 
@@ -85,7 +85,7 @@ def _stiffness(axes: Any) -> None:
         found = [accuracy(lam, lr) for lam in config["lams"]]
         axes.semilogx(config["lams"], found, mark + "-", label=f"lr {lr}")
     axes.set(xlabel="λ", ylabel="accuracy on MNIST-1D, %")
-    axes.set_title("λ and inner lr: lr·(L + λ) below 2", fontsize=10)
+    axes.set_title("λ and inner learning rate", fontsize=10)
     axes.legend(fontsize=8)
 
 
@@ -94,7 +94,7 @@ def _nu(axes: Any) -> None:
         found = errors(problem)
         axes.loglog(list(found), list(found.values()), mark + "-", label=name)
     axes.set(xlabel="ν", ylabel="relative error of the gradient")
-    axes.set_title("ν: small where smooth, not where it has kinks", fontsize=10)
+    axes.set_title("ν", fontsize=10)
     axes.legend(fontsize=8)
 
 
