@@ -73,7 +73,10 @@ def facts(
         ("data", f"{config.data}: {source.sizes()}; {config.tasks} tasks per meta-step"),
         ("inputs", describe_inputs(source)),
         ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
-        ("estimator", f"{config.estimator} with {config.solver}{_PRODUCTS.get(products, '')}"),
+        (
+            "estimator",
+            f"{config.estimator} with {config.solver}{_PRODUCTS.get(products or '', '')}",
+        ),
         ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
         ("engine", ", ".join(filter(None, [f"{engine.name} ({why})", path]))),
         ("device", where + (f"; {group.world} processes" if group.world > 1 else "")),
