@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from metanudge.evaluation import ci95
-from metanudge.task import Batch, QueryInputs, TaskBatch, tensors
+from metanudge.task import Batch, TaskBatch, own_inputs, tensors
 from metanudge.token_bags import token_bags
 
 PENALTIES: dict[str, tuple[float, ...]] = {
@@ -392,9 +392,7 @@ def _width(batch: TaskBatch) -> int:
 
 def _pair(batch: Batch) -> tuple[Tensor, Tensor]:
     """Inputs `(tasks, n, features)`, labels `(tasks, n)` or targets `(tasks, n, targets)`."""
-    inputs, y = batch
-    if isinstance(inputs, tuple):  # they carry the support set
-        inputs = inputs.x if isinstance(inputs, QueryInputs) else inputs[0]
+    inputs, y = own_inputs(batch[0]), batch[1]
     x, y = (token_bags(inputs) if isinstance(inputs, Mapping) else inputs).cpu(), y.cpu()
     return x.flatten(2).double(), y.double() if y.is_floating_point() else y
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metanudge.task import Batch, TaskBatch
+from metanudge.tasks.counts import Count
 from metanudge.tasks.draws import Keys, choose, fork
 from metanudge.tasks.episodes import (
     SPLITS,
-    Count,
     Episodes,
     Split,
     Stream,
@@ -163,10 +163,12 @@ class ClassEpisodes(Episodes):
         return found
 
     def episode_rows(self, indices: Iterable[int], split: Split = "train") -> NDArray[np.int64]:
-        """Which examples the episodes are made of, as row numbers of the data: `(num_tasks, ways,
-        shots + queries)`, support first; draws none.
+        """Which examples the episodes, all of one size, are made of, as row numbers of the data:
+        `(num_tasks, ways, shots + queries)`, support first; draws none.
         """
-        return self._rows(self._keys(indices, split), split)
+        numbers = as_indices(indices)
+        ((_, source),) = self._by_size(numbers, split)
+        return source._rows(self._keys(numbers, split), split)
 
     def _problem(self, split: Split) -> str | None:
         """Why no task can be drawn from a split, or None when all is well."""

@@ -21,14 +21,12 @@ from torch import Tensor
 
 from metanudge.names import near
 from metanudge.task import Batch, Task, TaskBatch
+from metanudge.tasks.counts import WHY, Count, check_count, check_span, is_integer
 from metanudge.tasks.draws import Keys, episode_keys, root_key, uniform
 from metanudge.tasks.support import carrying
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-Count = int | tuple[int, int]
-"""How many; of (least, most) any number in between, anew for other tasks."""
-_WHY = "A task needs at least one class, one support and one query example."
 _SIZES = len(SPLITS) + 1  # random streams of their own, next to those of splits and their classes
 
 
@@ -123,10 +121,10 @@ class Episodes(ABC):
     ) -> None:
         self.spans = {"ways": check_span("ways", ways), "shots": check_span("shots", shots)}
         self.ways, self.shots = (most for _, most in self.spans.values())
-        self.queries = check_count("queries", queries, why=_WHY)
+        self.queries = check_count("queries", queries, why=WHY)
         self.alike = check_count("alike", alike, why="A size is of at least one task.")
         self._with_support = False
-        if not _is_integer(seed) or not 0 <= seed < 1 << 64:
+        if not is_integer(seed) or not 0 <= seed < 1 << 64:
             raise ValueError(
                 f"seed={seed!r} cannot number a stream of tasks. Use an integer from 0 to 2**64"
                 " - 1."
@@ -320,33 +318,6 @@ class Episodes(ABC):
         parts += [f"input_shape={self.input_shape}"]
         parts += ["classes=" + "/".join(map(str, sizes))] if any(sizes) else []
         return f"{type(self).__name__}({', '.join(parts)}, device={str(self.device)!r})"
-
-
-def check_count(name: str, value: int, *, why: str) -> int:
-    """`value` as an int; raises `ValueError` unless it is a positive integer."""
-    if not _is_integer(value) or value < 1:
-        raise ValueError(f"{name}={value!r} is not a positive integer. {why}")
-    return int(value)
-
-
-def check_span(name: str, value: Count) -> tuple[int, int]:
-    """The least and the most; raises `ValueError` unless they are positive integers in this order.
-
-    Example:
-        >>> check_span("ways", 5), check_span("ways", (3, 10))
-        ((5, 5), (3, 10))
-    """
-    pair = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
-    least, most = (check_count(name, one, why=_WHY) for one in pair)
-    if least > most:
-        raise ValueError(
-            f"{name}={value!r} runs backwards. Give the least first: ({most}, {least})."
-        )
-    return least, most
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_split(split: str) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from metanudge.tasks.class_splits import FRACTIONS, Splits, split_classes
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import Count, Sizes, Split, Stream, check_span
+from metanudge.tasks.counts import Count, check_span
+from metanudge.tasks.episodes import Sizes, Split, Stream
 from metanudge.tasks.read_csv import read_csv
 from metanudge.tasks.read_dataset import read_dataset
 from metanudge.tasks.read_folder import ImageSize, read_folder

@@ -74,14 +74,6 @@ def build_source(
     dtype = getattr(torch, config.dtype)
     try:
         source = data.make(**options, seed=config.seed, device=place, dtype=dtype)
-        if config.head == "fixed":
-            return source
-        if isinstance(source, Given):
-            raise ValueError(
-                "--head prototypes is for tasks of changing classes, and the classes of given tasks"
-                " mean the same in all of them. Leave --head out."
-            )
-        return source.with_support()
     except (TypeError, ValueError) as error:
         raise UserError(f"{config.data}: {error}") from error
     except OSError as error:
@@ -92,6 +84,21 @@ def build_source(
             f" there is a network, metanudge data fetch {data.name} gets the files and says where"
             " they are."
         ) from error
+    return source if config.head == "fixed" else _with_support(config, source)
+
+
+def _with_support(config: TrainConfig, source: Episodes) -> Episodes:
+    if source.kind != "classification" or isinstance(source, Given):
+        what = (
+            "they are regression"
+            if source.kind != "classification"
+            else "the classes of given tasks mean the same in all of them"
+        )
+        raise UserError(
+            f"{config.data}: --head prototypes is for tasks with classes of their own, but {what}."
+            " Leave --head out."
+        )
+    return source.with_support()
 
 
 def check_splits(config: TrainConfig, source: Episodes) -> None:
