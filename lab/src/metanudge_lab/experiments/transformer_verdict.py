@@ -23,6 +23,11 @@ EVERYWHERE, MEDIAN = 0.99, 0.97  # cosines in float32, and in the coarser precis
 NOISE = 0.005  # losses closer than this are alike, whatever the seeds say
 
 
+def enough(result: Result[Config]) -> bool:
+    """Whether gradients were compared all along every training by differences."""
+    return not any(cell["part"] == "quality" for cell in result.missing)
+
+
 def judge(result: Result[Config]) -> Verdict:
     """Gradients first, then training at each inner rate, after equally many meta-steps."""
     statements = [
@@ -58,7 +63,13 @@ def _trains(result: Result[Config], inner: float) -> Statement:
     ours, theirs, first = (
         finals(result, method, inner) for method in (DIFFERENCE, m.MAML, m.FO_MAML)
     )
-    where = f"at inner rate {inner:g}"
+    where, seeds = f"at inner rate {inner:g}", result.config.seeds
+    if min(len(ours), len(theirs), len(first)) < seeds:
+        return Statement(
+            None,
+            f"training {where}, where MAML ran with {len(theirs)} and FO-MAML with {len(first)} of"
+            f" {seeds} seeds",
+        )
     alone = [seed for seed in diverged(ours) if seed not in diverged(theirs)]
     if alone:
         return Statement(
