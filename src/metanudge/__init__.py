@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from metanudge.gradcheck import check_gradient
     from metanudge.gradient_report import GradientReport
     from metanudge.learner import MetaLearner
+    from metanudge.planning import MemoryPlan, plan
     from metanudge.rates import InnerRates
     from metanudge.solvers import LBFGS, GradientDescent, Nesterov, NewtonCG, TorchOptimizer
     from metanudge.task import Task, TaskBatch
@@ -59,6 +60,7 @@ _HOMES = {
     "gradient_report": ("GradientReport",),
     "evaluation": ("Evaluation",),
     "learner": ("MetaLearner",),
+    "planning": ("MemoryPlan", "plan"),
     "rates": ("InnerRates",),
     "solvers": ("GradientDescent", "LBFGS", "Nesterov", "NewtonCG", "TorchOptimizer"),
     "task": ("Task", "TaskBatch"),
@@ -72,7 +74,7 @@ __all__ = [  # noqa: RUF022 — grouped by what they are for
     "GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG", "InnerRates",
     "hypergradient", "solve_bilevel", "Hypergradient", "Unrolled",
     "check_gradient", "GradientReport", "DivergenceWarning", "ZeroGradientWarning",
-    "NonFiniteError", "StackingError",
+    "NonFiniteError", "StackingError", "plan", "MemoryPlan",
     "baselines", "models", "optim", "tasks", "tuning", "__version__",
 ]  # fmt: skip
 
