@@ -248,11 +248,6 @@ class MetaLearner(Adapting):
             look = partial(look, seed=draw, first=first, rungs_at_once=rungs_at_once)
             return self._choice.run(problem, batch, self._wish(), lambda e: look(engine=e))
 
-    def engine_for(self, tasks: Tasks) -> str:
-        """The name of the engine that these tasks would run on."""
-        with at_work(self, compile=self.compiled) as problem:
-            return self._choice.choose(problem, TaskBatch.of(tasks), self._wish())[0].name
-
     def rows_for(self, tasks: Tasks, estimator: Estimator) -> int | None:
         """How many solves of these tasks the stacked engine would hold at once with another
         estimator; None for all.

@@ -171,7 +171,8 @@ def plan(
 
     Args:
         learner: a learner, or a function that makes one: it is called where tensors have no
-            numbers, so that a model of any size costs nothing. Time is not measured then.
+            numbers, so that a model of any size costs nothing (it must be made in its dtype, not
+            cast afterwards). Time is not measured then.
         tasks: of the sizes that will come.
         estimators: instead of the learner's own and the usual ones.
         engines: which engines.
@@ -232,8 +233,10 @@ def _planned(
     learner.estimator, learner.engine, learner.chunk = estimator, engine, chunk
     on_cuda = next(learner.parameters()).device.type == "cuda"
     try:
-        with _without_numbers(faked), Allocations(block=_BLOCK if on_cuda else 1) as seen:
-            stats = learner.backward(few, metrics=True)
+        with _without_numbers(faked):
+            together = TaskBatch.of(few)  # who has a batch already does not pay for it
+            with Allocations(block=_BLOCK if on_cuda else 1) as seen:
+                stats = learner.backward(together)
             learner.zero_grad(set_to_none=True)
     except (StackingError, ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         learner.zero_grad(set_to_none=True)
@@ -312,7 +315,7 @@ def _engine_of(learner: MetaLearner, batch: TaskBatch) -> str:
     """Which engine the learner takes."""
     if learner.engine != "auto":
         return learner.engine
-    return learner.engine_for(batch)
+    return learner.choose_engine(batch)[0].name
 
 
 def _rows(learner: MetaLearner, batch: TaskBatch, estimator: Estimator, engine: str) -> int | None:
