@@ -58,6 +58,9 @@ THOROUGH = (
         f"test_tutorials.py::test_it_says_what_is_recorded[{name}]"
         for name in ("schools", "learned_rates", "shards", "serving")
     ),
+    "test_planning.py::test_the_command",
+    "test_planning.py::test_what_is_planned_is_what_is_allocated[transformer",
+    "test_packed.py::test_no_farther_from_float64_than_float32_is[dtype1",
     "test_shards.py::test_every_estimator_equals_one_process[4]",
     "test_shards.py::test_tensor_parallel",
     "test_sharded.py::test_torchrun_goes_on",
@@ -91,6 +94,7 @@ THOROUGH = (
     "test_tutorials.py::test_it_says_what_is_recorded[gradient_quality]",
     "test_memory.py::test_steps_and_tasks_do_not_matter",
     "test_use.py::test_unseen_characters",
+    "test_heads.py::test_unseen_characters",
     "lab/tests/experiments/test_shuffles.py",
     "lab/tests/experiments/test_transformer.py::test_a_broken_off_cell",
     "lab/tests/experiments/test_contract.py::test_it_measures_draws_and_judges[ablation]",

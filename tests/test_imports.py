@@ -38,6 +38,7 @@ LAYERS = (
     {"testing"},
     {"planning"},
     {"training"},
+    {"page"},
     {"cli", "__main__"},
 )
 LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
@@ -58,7 +59,7 @@ USERS_OF_APART = LAYER["training"]
 # functions that need it.
 EAGER = {"torch", "numpy", "metanudge"}
 LAZY_IN_TASKS = {"PIL", "pandas", "pooch", "transformers"}
-MAY_LOAD_MORE = {"training", "cli", "__main__"}
+MAY_LOAD_MORE = {"training", "page", "cli", "__main__"}
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,14 @@ def test_episode_classes_are_those_of_the_examples(classes, split):
     assert names[0] == names[2] != names[1]
 
 
+def test_episode_rows_are_the_examples():
+    source = rows_as_inputs(40)
+    rows = source.episode_rows([3, 1000], "test")
+    for task, own in zip(source.batch([3, 1000], "test"), rows, strict=True):
+        assert own[:, :2].flatten().tolist() == task.support[0].flatten().tolist()
+        assert own[:, 2:].flatten().tolist() == task.query[0].flatten().tolist()
+
+
 def test_episode_classes_do_not_depend_on_the_device_or_the_other_episodes():
     source = MNIST1D(num_samples=1000, ways=3, cache=False)
     together = source.episode_classes(range(20), "test")

@@ -279,3 +279,35 @@ def test_mistakes_are_explained(learner: mn.MetaLearner, source: MNIST1D) -> Non
     )
     with pytest.raises(TypeError, match="loss\\(output, target\\)"):
         evaluate_tasks(other, batch)
+
+
+def test_what_a_class_is_taken_for_equals_counting_by_hand(source: MNIST1D) -> None:
+    torch.manual_seed(0)
+    learner = mn.MetaLearner(MLP(40, 3), cross_entropy, solver=mn.GradientDescent(lr=0.1, steps=2))
+    report = evaluate_tasks(
+        learner, source.batch(range(8), "test"), steps=[],
+        classes=source.episode_classes(range(8), "test"),
+    )  # fmt: skip
+    taken: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    both: dict[tuple[str, str], int] = {}
+    for number, names in enumerate(source.episode_classes(range(8), "test")):
+        task = source.task(number, "test")
+        with torch.no_grad():
+            found = learner.adapt(task.support)(task.query[0]).argmax(1).tolist()
+        for place, (label, own) in enumerate(zip(task.query[1].tolist(), found, strict=True)):
+            taken.setdefault((names[label], names[own]), []).append((number, place))
+        for one in names:
+            for other in names:
+                both[one, other] = both.get((one, other), 0) + 6
+    assert any(one != other for one, other in taken), "it makes mistakes"
+    for found_class in report.classes:
+        name = found_class.name
+        assert found_class.accuracy == len(taken.get((name, name), [])) / both[name, name]
+        others = {other: len(at) for (one, other), at in taken.items() if other != name == one}
+        most = sorted(others, key=lambda other: (-others[other], other))[:4]
+        assert [(t.name, t.times, t.examples) for t in found_class.taken_for] == [
+            (other, others[other], both[name, other]) for other in most
+        ]
+        for mistake in found_class.wrong:
+            assert (mistake.task, mistake.query) in taken[name, mistake.taken_for]
+        assert len(found_class.wrong) == min(4, sum(others.values()))

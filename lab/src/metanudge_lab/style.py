@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from metanudge.training.curve import FAINT as FAINT
+from metanudge.training.curve import INK as INK
+from metanudge.training.curve import tidy as tidy
+
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-INK, FAINT = "#23272f", "#d5dae1"
 
 _OURS = {"linewidth": 2.2, "linestyle": "-"}
 _BASELINE = {"linewidth": 1.4, "linestyle": (0, (5, 2))}
@@ -87,15 +89,24 @@ def figure(
     return made, axes
 
 
-def tidy(axes: Axes) -> None:
-    """The house style for axes made otherwise."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(INK)
-    axes.tick_params(colors=INK, which="both", labelsize=9)
-    axes.grid(color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    for text in (axes.xaxis.label, axes.yaxis.label, axes.title):
-        text.set_color(INK)
+def heat(
+    axes: Axes, values: Sequence[Sequence[float]], *, low: float, high: float, dark: float
+) -> None:
+    """A heat map with its numbers, none where one is NaN; above `dark` they are white. Its colours
+    are its own: the page's theme changes neither cells nor numbers.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+
+    cells = LinearSegmentedColormap.from_list("cells", ("#dbe8f6", "#5b9bd5", "#0b4a94"))
+    axes.grid(visible=False)
+    axes.imshow(values, origin="lower", cmap=cells, vmin=low, vmax=high, aspect="auto")
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            if value == value:
+                axes.text(
+                    j, i, f"{value:.2f}", fontsize=8.5, ha="center", va="center",
+                    color="white" if value > dark else "#10161f",
+                )  # fmt: skip
 
 
 def plain_ticks(axis: Any) -> None:

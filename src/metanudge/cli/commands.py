@@ -26,6 +26,7 @@ class Command(NamedTuple):
 OWN = {
     "train": Command("meta-train a few-shot learner, or resume a run", "metanudge.cli.train"),
     "eval": Command("accuracy of a trained run on held-out tasks", "metanudge.cli.eval"),
+    "page": Command("a run as one page to look at", "metanudge.cli.page"),
     "adapt": Command("adapt a trained run to your own examples and predict", "metanudge.cli.adapt"),
     "plan": Command("memory and time of a run's meta-steps, before it runs", "metanudge.cli.plan"),
     "data": Command("list, fetch and verify the data sets", "metanudge.cli.data"),

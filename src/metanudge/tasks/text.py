@@ -19,7 +19,7 @@ from metanudge.tasks.class_splits import FRACTIONS, Splits
 from metanudge.tasks.classification import ClassEpisodes
 from metanudge.tasks.draws import Keys
 from metanudge.tasks.encoder import encode
-from metanudge.tasks.episodes import Sizes, Split, Stream, check_count
+from metanudge.tasks.episodes import Count, Sizes, Split, Stream, check_count, check_span
 from metanudge.tasks.labelled import Labelled, class_pools
 from metanudge.tasks.read_texts import read_texts
 from metanudge.tasks.standardise import Standardisation
@@ -108,8 +108,8 @@ class Text(ClassEpisodes):
         tokenizer: str | Tokenizer = "bytes",
         max_length: int | None = None,
         fetch: bool = False,
-        ways: int = 5,
-        shots: int = 1,
+        ways: Count = 5,
+        shots: Count = 1,
         queries: int = 15,
         splits: Splits = FRACTIONS,
         split_seed: int = 0,
@@ -119,7 +119,8 @@ class Text(ClassEpisodes):
         check_texts(texts)
         pools = class_pools(labels, len(texts), splits, split_seed)
         if drop_small:
-            pools = {split: pool.without_small(shots + queries) for split, pool in pools.items()}
+            needed = check_span("shots", shots)[1] + queries
+            pools = {split: pool.without_small(needed) for split, pool in pools.items()}
         found = find_tokenizer(tokenizer, fetch=fetch)
         limit = max_length or found.longest or _LONGEST
         check_count("max_length", limit, why="A text needs at least one token.")
@@ -137,6 +138,7 @@ class Text(ClassEpisodes):
         # one after the other, so that a long text costs no more than itself
         flat = torch.from_numpy(np.concatenate(tokens))
         super().__init__(flat, pools, ways=ways, shots=shots, queries=queries, **stream)
+        self.texts = texts
         self.form = TextForm(limit, found.name, found.vocabulary, found.pad)
         self.note = f"{found.name} tokens"
         if cut:
@@ -218,9 +220,11 @@ class EncodedText(Labelled):
 
     Attributes:
         form: how a text becomes an input.
+        texts: one per example.
     """
 
     form: TextForm
+    texts: Sequence[str]
 
     @classmethod
     def from_table(
@@ -265,6 +269,7 @@ class EncodedText(Labelled):
             **sizes,
         )
         source._fingerprint = read.fingerprint
+        source.texts = read.texts
         source.form = TextForm(found.max_length, encoder=found.encoder, encoder_sha256=found.sha256)
         notes = [f"features of {os.path.basename(found.encoder)}"]
         if source.standardisation is not None:

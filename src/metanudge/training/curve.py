@@ -1,4 +1,9 @@
-"""A run's learning curve."""
+"""A run's learning curve, and how the pictures of a run look: quiet axes, one colour for each
+thing, a legend off the data.
+
+On a page the colours follow the reader's theme: `metanudge.page.svg` puts variables of the page in
+their place.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,10 @@ from typing import Any
 
 from metanudge.training.files import replacing
 
-_INK, _FAINT, _BEFORE, _AFTER, _VALIDATION = "#22262e", "#d9dde4", "#9aa3b2", "#2f6fde", "#d9480f"
-_BASELINE, _CHANCE, CHANCE = "#2b8a3e", "#6b7280", "chance"
+INK, FAINT = "#23272f", "#d5dae1"
+BEFORE, AFTER, VALIDATION = "#9aa3b2", "#2f6fde", "#d9480f"
+BASELINE, BY_CHANCE = "#2b8a3e", "#6b7280"
+CHANCE = "chance"
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -26,24 +33,22 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def learning_curve(
-    rows: Sequence[dict[str, Any]],
-    file: Path,
+    rows: Sequence[Mapping[str, Any]],
     *,
-    title: str,
-    test: dict[str, Any] | None = None,
+    test: Mapping[str, Any] | None = None,
     beside: Mapping[str, Mapping[str, float]] | None = None,
-) -> None:
-    """Draw query accuracy (loss, for regression) before and after adaptation over the meta-steps,
-    with the validations; a remark where training goes on and validation falls.
+    size: tuple[float, float] = (9.5, 4.5),
+) -> Any:
+    """A figure of query accuracy (loss, for regression) before and after adaptation over the
+    meta-steps, with the validations; a remark where training goes on and validation falls.
 
     Args:
         rows: as `read_metrics` gives them.
-        file: where the PNG goes.
-        title: what was trained.
         test: the test result, drawn as a line, with keys "accuracy" or "loss".
         beside: the baselines, the best first; it and chance are lines, too.
+        size: width and height in inches.
     """
-    quantity = "accuracy" if any(row.get("query_accuracy") is not None for row in rows) else "loss"
+    quantity = quantity_of(rows)
     percent = quantity == "accuracy"
     scale = 100.0 if percent else 1.0
 
@@ -51,12 +56,12 @@ def learning_curve(
         found = [(row["step"], scale * row[key]) for row in rows if row.get(key) is not None]
         return [step for step, _ in found], [value for _, value in found]
 
-    figure, axes = new_figure(9.5, 4.5)
+    figure, axes = new_figure(*size)
     nudged = any(row.get("nudged") for row in rows)
     window = max(1, len(column(f"query_{quantity}")[0]) // 30)
     for key, color, label in (
-        (f"query_{quantity}_before", _BEFORE, "before adaptation"),
-        (f"query_{quantity}", _AFTER, "after adaptation" + " (nudged)" * nudged),
+        (f"query_{quantity}_before", BEFORE, "before adaptation"),
+        (f"query_{quantity}", AFTER, "after adaptation" + " (nudged)" * nudged),
     ):
         steps, values = column(key)
         axes.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
@@ -69,14 +74,13 @@ def learning_curve(
             steps,
             values,
             "o-",
-            color=_VALIDATION,
+            color=VALIDATION,
             markersize=5,
             linewidth=1.2,
             markeredgecolor="white",
             label="validation",
         )
     _mark(axes, rows, quantity, test, beside or {})
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
     axes.set_xlabel("meta-step")
     axes.set_ylabel("query accuracy (%)" if percent else "query loss")
     if percent:
@@ -87,12 +91,12 @@ def learning_curve(
         for value in column(key)[1]
     ):
         axes.set_yscale("log")
-    axes.grid(color=_FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)
-    with replacing(file) as stream:
-        figure.savefig(stream, format="png")
+    return figure
+
+
+def quantity_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a curve shows: "accuracy", or "loss" where there is none."""
+    return "accuracy" if any(_known(row) for row in rows) else "loss"
 
 
 def _mark(
@@ -107,26 +111,15 @@ def _mark(
     scale = 100.0 if percent else 1.0
     if test is not None and test.get(quantity) is not None:
         value = scale * test[quantity]
-        text = f"test {value:.1f} %" if percent else f"test {value:.3g}"
-        axes.axhline(value, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), label=text)
-    for name, found in _lines(beside).items():
-        value = scale * found[quantity]
-        text = f"{name} {value:.1f} %" if percent else f"{name} {value:.3g}"
-        look = {"color": _CHANCE if name == CHANCE else _BASELINE, "linestyle": (0, (1, 2))}
-        axes.axhline(value, linewidth=1.4, label=text, **look)
+        level(axes, "test", value, percent=percent, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
+    baseline_levels(axes, beside, quantity, scale)
     if (step := parted(rows, quantity)) is not None:
         remark = f"validation is worse since step {step}, training is not"
-        axes.axvline(step, color=_VALIDATION, linewidth=0.8, linestyle=":")
+        axes.axvline(step, color=VALIDATION, linewidth=0.8, linestyle=":")
         axes.annotate(
             remark, (step, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=8,
-            color=_VALIDATION, ha="right", va="bottom",
+            color=VALIDATION, ha="right", va="bottom",
         )  # fmt: skip
-
-
-def _lines(beside: Mapping[str, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
-    """The best baseline, and chance."""
-    return {name: found for place, (name, found) in enumerate(beside.items())
-            if place == 0 or name == CHANCE}  # fmt: skip
 
 
 def parted(rows: Sequence[Mapping[str, Any]], quantity: str) -> int | None:
@@ -164,4 +157,48 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
+    axes = figure.add_subplot()
+    tidy(axes)
+    return figure, axes
+
+
+def tidy(axes: Any) -> None:
+    """The house style for axes made otherwise."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(colors=INK, which="both", labelsize=9)
+    axes.grid(color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for text in (axes.xaxis.label, axes.yaxis.label, axes.title):
+        text.set_color(INK)
+
+
+def level(axes: Any, name: str, value: float, *, percent: bool, **line: Any) -> None:
+    """A horizontal line with its value in the legend."""
+    text = f"{name} {value:.1f} %" if percent else f"{name} {value:.3g}"
+    axes.axhline(value, label=text, **line)
+
+
+def baseline_levels(
+    axes: Any, beside: Mapping[str, Mapping[str, Any]], quantity: str, scale: float
+) -> None:
+    """Lines for the best baseline, and for chance; `beside` has the best first."""
+    for place, (name, found) in enumerate(beside.items()):
+        if (place == 0 or name == CHANCE) and found.get(quantity) is not None:
+            color = BY_CHANCE if name == CHANCE else BASELINE
+            level(
+                axes, name, scale * found[quantity], percent=quantity == "accuracy",
+                color=color, linestyle=(0, (1, 2)), linewidth=1.4,
+            )  # fmt: skip
+
+
+def save(figure: Any, file: Path, title: str) -> None:
+    """Write a figure with its title and a legend beside the axes."""
+    (axes,) = figure.axes
+    # a folder's name is no formula, dollars or not
+    axes.set_title(title, loc="left", fontsize=11, color=INK, parse_math=False)
+    axes.legend(
+        frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, labelcolor=INK
+    )
+    with replacing(file) as stream:
+        figure.savefig(stream, format=file.suffix[1:].lower() or "png")

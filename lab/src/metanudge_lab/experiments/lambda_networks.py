@@ -185,14 +185,7 @@ def draw(result: Result[Config]) -> list[Drawing]:
     rates, lams = sorted(result.config.rates), sorted(result.config.lams)
     for one, data in zip(axes[0], known, strict=True):
         found = [[_mean(result, data, lam, rate) for lam in lams] for rate in rates]
-        one.grid(visible=False)
-        one.imshow(found, origin="lower", cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
-        for (i, row), j in itertools.product(enumerate(found), range(len(lams))):
-            if not math.isnan(row[j]):
-                colour = "white" if row[j] > 0.6 else "#23272f"
-                one.text(
-                    j, i, f"{row[j]:.2f}", fontsize=8.5, color=colour, ha="center", va="center"
-                )
+        style.heat(one, found, low=0.0, high=1.0, dark=0.6)
         one.set_xticks(range(len(lams)), [f"{lam:g}" for lam in lams])
         one.set_yticks(range(len(rates)), [f"{rate:g}" for rate in rates])
         one.set(xlabel="λ", title=data)

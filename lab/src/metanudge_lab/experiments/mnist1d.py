@@ -196,14 +196,7 @@ def _draw_spent(result: Result[Config]) -> Drawing:
 def _draw_grid(result: Result[Config], axes: Any) -> None:
     inner, rates = sorted(result.config.inner_rates), sorted(result.config.meta_rates)
     found = [[_at_grid(result, a, b) for b in rates] for a in inner]
-    axes.grid(visible=False)
-    axes.imshow(found, origin="lower", cmap="Blues", vmin=1 / 3, vmax=1.0, aspect="auto")
-    for i, row in enumerate(found):
-        for j, value in enumerate(row):
-            if value == value:
-                colour = "white" if value > 0.75 else "#23272f"
-                middle = {"ha": "center", "va": "center"}
-                axes.text(j, i, f"{value:.2f}", fontsize=8.5, color=colour, **middle)
+    style.heat(axes, found, low=1 / 3, high=1.0, dark=0.75)
     axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
     axes.set_yticks(range(len(inner)), [f"{rate:g}" for rate in inner])
     axes.set(

@@ -69,7 +69,7 @@ def spent(result: Result[Any], setting: str, method: str) -> tuple[int, float] |
 
 
 def paired_by_seed(
-    result: Result[Any], setting: str, one: str, other: str, iterations: int
+    result: Result[Any], setting: str, one: str, other: str, iterations: int, kind: str = "test"
 ) -> Mean:
     """By how many points one method is ahead of another at the end, with the seeds that both have:
     they fix weights and tasks.
@@ -77,7 +77,7 @@ def paired_by_seed(
     ones, others = (
         {
             row["seed"]: row["accuracy"]
-            for row in result.rows(**at_end(setting, method, iterations))
+            for row in result.rows(**at_end(setting, method, iterations, kind))
             if row["accuracy"] is not None
         }
         for method in (one, other)

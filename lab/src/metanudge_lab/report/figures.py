@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import io
-import re
 from pathlib import Path
+from typing import Any, cast
 
+from metanudge.page.svg import INK_AND_GRID, inlined, render
 from metanudge_lab.experiments.base import Drawing
 from metanudge_lab.experiments.store import write_bytes
-from metanudge_lab.style import FAINT, INK
-
-_THEMED = {INK: "var(--ink)", FAINT: "var(--grid)"}
 
 
 def file_name(name: str, drawing: Drawing) -> str:
@@ -22,7 +19,7 @@ def file_name(name: str, drawing: Drawing) -> str:
 def save(drawing: Drawing, folder: Path, name: str) -> None:
     """Write the picture as PNG and SVG; the same rows give the same bytes."""
     stem = file_name(name, drawing)
-    write_bytes(folder / f"{stem}.png", _render(drawing, "png", salt=stem))
+    write_bytes(folder / f"{stem}.png", render(drawing.figure, "png", salt=stem))
     write_bytes(folder / f"{stem}.svg", _svg(drawing, stem))
 
 
@@ -31,33 +28,30 @@ def inline(drawing: Drawing, name: str) -> str:
     ink and grid colours.
     """
     stem = file_name(name, drawing)
-    text = _svg(drawing, stem).decode("utf-8")
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # would hold for the whole page
-    text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(\bid="|\burl\(#|\bhref="#)', rf"\g<1>{stem}-", text)
-    text = re.sub(
-        r'(<svg[^>]*?) width="([\d.]+)pt"', r'\1 style="--drawn: \2px"', text, count=1
-    )  # no smaller, or its words are unreadable
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    for color, variable in _THEMED.items():
-        text = text.replace(color, variable)
-    return text
+    return inlined(_svg(drawing, stem), stem, INK_AND_GRID)
+
+
+def legend(drawing: Drawing) -> list[tuple[str, str, str]]:
+    """The picture's legends once more, for windows that are narrower than the picture: colour,
+    kind of line and text of each entry.
+    """
+    from matplotlib.colors import to_hex, to_rgba_array
+    from matplotlib.lines import Line2D
+
+    legends = [axes.get_legend() for axes in drawing.figure.axes] + drawing.figure.legends
+    found: dict[str, tuple[str, str, str]] = {}
+    for one in filter(None, legends):
+        for handle, text in zip(one.legend_handles, one.get_texts(), strict=True):
+            if isinstance(handle, Line2D):
+                color, solid = to_hex(handle.get_color()), handle.get_linestyle() in ("-", "None")
+            else:
+                faces = to_rgba_array(cast(Any, handle).get_facecolor())  # of a bar, or of markers
+                color, solid = to_hex(tuple(faces[0])), True
+            entry = INK_AND_GRID.get(color, color), "solid" if solid else "dashed", text.get_text()
+            found.setdefault(text.get_text(), entry)
+    return list(found.values())
 
 
 @functools.lru_cache(maxsize=64)  # for the file and for the page
 def _svg(drawing: Drawing, stem: str) -> bytes:
-    return _render(drawing, "svg", salt=stem, transparent=True)
-
-
-def _render(drawing: Drawing, kind: str, *, salt: str, transparent: bool = False) -> bytes:
-    import matplotlib
-
-    stream = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "path"}):
-        metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        drawing.figure.savefig(
-            stream, format=kind, dpi=160, transparent=transparent, metadata=metadata
-        )
-    return stream.getvalue()
+    return render(drawing.figure, "svg", salt=stem, transparent=True)

@@ -6,10 +6,12 @@ import re
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from metanudge.page.run_page import asset, environment
 from metanudge.version import __version__
 from metanudge_lab.experiments.spread import CONVENTION
 from metanudge_lab.report.entries import STATES, Entry, answers, sort_key, text_of
-from metanudge_lab.report.figures import inline
+from metanudge_lab.report.figures import inline, legend
+from metanudge_lab.report.short import in_short
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -22,27 +24,26 @@ _WHOLE = re.compile(
 
 def page(entries: list[Entry]) -> str:
     """The page as HTML."""
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"text_of": text_of, "sort_key": sort_key, "glued": glued}
+    templates = environment()
+    templates.filters |= {"text_of": text_of, "sort_key": sort_key, "glued": glued}
     counts = {state: sum(entry.state == state for entry in entries) for state in STATES}
-    return environment.from_string(_asset("page.html.j2")).render(
+    return templates.from_string(_asset("page.html.j2")).render(
         entries=entries,
         answers=answers(entries),
+        short=in_short(entries),
         convention=CONVENTION,
         counts=[(state, text, counts[state]) for state, text in STATES.items() if counts[state]],
         ranks={state: rank for rank, state in enumerate(STATES)},
         pictures={
             entry.name: [
-                (Markup(inline(drawing, entry.name)), drawing.alt) for drawing in entry.drawings
+                (Markup(inline(drawing, entry.name)), drawing.alt, legend(drawing))
+                for drawing in entry.drawings
             ]
             for entry in entries
         },
-        style=Markup(_asset("page.css")),
+        style=Markup(asset("base.css") + _asset("page.css")),
         script=Markup(_asset("page.js")),
         version=__version__,
     )

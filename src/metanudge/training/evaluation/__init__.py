@@ -21,26 +21,35 @@ from metanudge.training.evaluation.measure import (
     evaluate_run,
     evaluate_tasks,
 )
+from metanudge.training.evaluation.mistakes import eval_file, write_report
 from metanudge.training.evaluation.predict import SupportStatistics, with_support_statistics
 from metanudge.training.evaluation.report import (
     BatchNormProtocol,
     ClassAccuracy,
     EvaluationReport,
+    Mistake,
     StepResult,
+    TakenFor,
     plot_steps,
+    steps_figure,
 )
 
 __all__ = [
     "BatchNormProtocol",
     "ClassAccuracy",
     "EvaluationReport",
+    "Mistake",
     "Progress",
     "StepResult",
     "SupportStatistics",
+    "TakenFor",
     "default_steps",
     "episode_classes",
+    "eval_file",
     "evaluate_run",
     "evaluate_tasks",
     "plot_steps",
+    "steps_figure",
     "with_support_statistics",
+    "write_report",
 ]

@@ -19,13 +19,9 @@ from metanudge.task import Task, TaskBatch
 from metanudge.tasks import Episodes, Given
 from metanudge.tasks.classification import ClassEpisodes
 from metanudge.tasks.episodes import Split, check_count, check_split
+from metanudge.training.evaluation.class_tally import ClassTally
 from metanudge.training.evaluation.predict import Predictor
-from metanudge.training.evaluation.report import (
-    BatchNormProtocol,
-    ClassAccuracy,
-    EvaluationReport,
-    StepResult,
-)
+from metanudge.training.evaluation.report import BatchNormProtocol, EvaluationReport, StepResult
 from metanudge.training.runs import Run
 from metanudge.training.summary import compared
 
@@ -186,7 +182,8 @@ def _evaluate(
             if progress is not None and k == wanted[0]:
                 progress(done + max(places) + 1, total)
         for place, task in enumerate(batch):
-            by_class.add(main.hits[done + place], task.query[1], names[place] if names else None)
+            predicted, own_names = main.predicted[done + place], names[place] if names else None
+            by_class.add(done + place, predicted, task.query[1], own_names)
         done += len(batch)
     return EvaluationReport(
         tasks=done,
@@ -255,7 +252,9 @@ class Tally:
         self._units = torch.tensor(units, dtype=torch.float64)
         self._errors = Errors()
         self.losses: dict[int, float] = {}
-        self.hits: dict[int, Tensor | None] = {}  # (num_query,) bool per task
+        # (num_query,) class numbers per task, −1 where the outputs were not finite
+        self.predicted: dict[int, Tensor | None] = {}
+        self._hits: dict[int, float] = {}
 
     def add(self, places: Sequence[int], loss: Tensor, output: Tensor, target: Any) -> None:
         """Note tasks; `loss` is `(tasks,)`, `output` `(tasks, num_query, ...)`."""
@@ -264,10 +263,13 @@ class Tally:
             zip(places, torch.where(finite, loss.double(), math.nan).tolist(), strict=True)
         )
         if _is_classification(output, target):
-            hits = (output.argmax(-1) == target) & finite[:, None]
-            self.hits.update(zip(places, hits.cpu(), strict=True))
+            found = output.argmax(-1).where(finite[:, None], -1)
+            self.predicted.update(zip(places, found.cpu(), strict=True))
+            hits = (found == target).double().mean(-1).tolist()
+            self._hits.update(zip(places, hits, strict=True))
         else:
-            self.hits.update((place, None) for place in places)
+            self.predicted.update((place, None) for place in places)
+            self._hits.update((place, math.nan) for place in places)
             if isinstance(target, Tensor) and target.shape == output.shape:
                 self._errors.add(
                     *(t[finite].double().cpu() * self._units for t in (output, target))
@@ -276,10 +278,7 @@ class Tally:
     @property
     def accuracies(self) -> list[float]:
         """Per task, in the order of the tasks."""
-        return [
-            math.nan if h is None else float(h.double().mean())
-            for _, h in sorted(self.hits.items(), key=lambda item: item[0])
-        ]
+        return [self._hits[place] for place in sorted(self._hits)]
 
     def result(self, steps: int, protocol: BatchNormProtocol | None) -> StepResult:
         """The summary over tasks."""
@@ -331,30 +330,6 @@ class Errors:
     def rmse(self) -> tuple[float, ...]:
         """One for each target."""
         return tuple((self.squares / self.count).sqrt().tolist()) if self.count else ()
-
-
-class ClassTally:
-    """Hits and examples of every class, over all tasks."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, list[int]] = {}  # name: [hits, examples]
-
-    def add(self, hits: Tensor | None, target: Tensor, names: Sequence[str] | None) -> None:
-        """Note the query examples of one task; without `hits` (regression) nothing."""
-        if hits is None:
-            return
-        for label, hit in zip(target.tolist(), hits.tolist(), strict=True):
-            counts = self._counts.setdefault(names[label] if names else f"label {label}", [0, 0])
-            counts[0] += hit
-            counts[1] += 1
-
-    @property
-    def classes(self) -> tuple[ClassAccuracy, ...]:
-        """Worst first."""
-        found = [
-            ClassAccuracy(name, hits / count, count) for name, (hits, count) in self._counts.items()
-        ]
-        return tuple(sorted(found, key=lambda c: (c.accuracy, c.name)))
 
 
 def _is_classification(output: Tensor, target: Any) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from metanudge.baselines import Comparison
-from metanudge.training.curve import new_figure
-from metanudge.training.files import replacing, without_nan
+from metanudge.training.curve import AFTER, BEFORE, VALIDATION, baseline_levels, new_figure, save
+from metanudge.training.files import without_nan
 
 BatchNormProtocol = Literal["transductive", "inductive"]
 
@@ -48,12 +48,38 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class TakenFor:
+    """How often a class was taken for another: `times` of its `examples` in the tasks that had
+    both.
+    """
+
+    name: str
+    times: int
+    examples: int
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """An example that was not recognised: its task, its place in the query set, and what it was
+    taken for.
+    """
+
+    task: int
+    query: int
+    taken_for: str
+
+
+@dataclass(frozen=True)
 class ClassAccuracy:
-    """Accuracy on the query examples of one class, over all the tasks it occurred in."""
+    """Accuracy on the query examples of one class, over all the tasks it occurred in; what it was
+    most often taken for, and its first few mistakes.
+    """
 
     name: str
     accuracy: float
     examples: int
+    taken_for: tuple[TakenFor, ...] = ()
+    wrong: tuple[Mistake, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,33 +225,38 @@ def _fit(row: StepResult) -> str:
 
 def plot_steps(report: EvaluationReport, path: Path | str, *, title: str = "") -> None:
     """Draw accuracy (or query loss) against the number of adaptation steps, with confidence
-    intervals, into an image file.
+    intervals, chance and the best baseline, into an image file.
     """
+    figure = steps_figure(report.as_dict())
+    save(figure, Path(path), title or f"{report.tasks} {report.split or ''} tasks")
+
+
+def steps_figure(found: Mapping[str, Any], size: tuple[float, float] = (8.0, 4.0)) -> Any:
+    """The figure of `plot_steps`, from `EvaluationReport.as_dict`; width and height in inches."""
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = new_figure(5.5, 3.6)
-    what = "accuracy" if report.classification else "loss"
-    for protocol in dict.fromkeys(row.batch_norm for row in report.rows):
-        rows = [row for row in report.rows if row.batch_norm == protocol]
-        values = [getattr(row, what) for row in rows]
-        errors = [getattr(row, f"{what}_ci95") for row in rows]
+    figure, axes = new_figure(*size)
+    rows = found["rows"]
+    quantity = "accuracy" if any(row["accuracy"] is not None for row in rows) else "loss"
+    percent = quantity == "accuracy"
+    scale = 100.0 if percent else 1.0
+    protocols = dict.fromkeys(row["batch_norm"] for row in rows)
+    for protocol, color in zip(protocols, (AFTER, VALIDATION), strict=False):
+        own = [r for r in rows if r["batch_norm"] == protocol and r[quantity] is not None]
+        values = [scale * row[quantity] for row in own]
+        errors = [scale * (row[f"{quantity}_ci95"] or 0.0) for row in own]
         label = f"BatchNorm {protocol}" if protocol else "mean, 95 % confidence"
         axes.errorbar(
-            [row.steps for row in rows],
-            values,
-            yerr=errors,
-            marker="o",
-            markersize=4,
-            capsize=3,
-            label=label,
-        )
+            [row["steps"] for row in own], values, yerr=errors, color=color, marker="o",
+            markersize=5, linewidth=2.0, elinewidth=1.2, capsize=3, label=label,
+        )  # fmt: skip
     axes.axvline(
-        report.steps, color="0.7", linewidth=1, linestyle=":", zorder=0, label="as trained"
+        found["steps"], color=BEFORE, linewidth=1, linestyle=":", zorder=0, label="as trained"
     )
+    baseline_levels(axes, found.get("baselines") or {}, quantity, scale)
     axes.set_xlabel("adaptation steps")
-    axes.set_ylabel("query accuracy" if report.classification else "query loss")
-    axes.set_title(title or f"{report.tasks} {report.split or ''} tasks")
+    axes.set_ylabel("query accuracy (%)" if percent else "query loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False)
-    with replacing(Path(path)) as stream:
-        figure.savefig(stream, format=Path(path).suffix[1:].lower() or "png")
+    if percent:
+        axes.set_ylim(0, 102)
+    return figure

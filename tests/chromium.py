@@ -34,6 +34,47 @@ def find() -> str | None:
     )
 
 
+# Every text whose contrast with what lies behind it is below a bound (WCAG 2: 4.5 for text).
+FAINT = """(least) => {
+  const parse = (text) => {
+    const values = text.match(/[\\d.]+/g).map(Number);
+    const scale = text.startsWith("color(") ? 255 : 1;
+    return [...values.slice(0, 3).map((one) => one * scale), values[3] ?? 1];
+  };
+  const light = (rgb) => {
+    const [r, g, b] = rgb.slice(0, 3).map((one) => one / 255)
+      .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const color = parse(getComputedStyle(one).backgroundColor);
+      if (color[3] > 0.99) return color;
+    }
+    return [255, 255, 255, 1];
+  };
+  const found = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const element = walk.currentNode.parentElement;
+    const words = walk.currentNode.textContent.trim();
+    const hidden = ["STYLE", "SCRIPT"].includes(element.tagName) || element.closest("svg");
+    if (!words || hidden || !element.getClientRects().length) continue;
+    const pair = [light(parse(getComputedStyle(element).color)), light(behind(element))];
+    const contrast = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+    if (contrast < least) found.push(`${contrast.toFixed(1)}: ${words.slice(0, 40)}`);
+  }
+  const shapes = "figure svg g[id*=text_] path, figure svg g[id*=text_] use";
+  for (const shape of document.querySelectorAll(shapes)) {
+    const around = behind(shape.closest("figure"));
+    const pair = [light(parse(getComputedStyle(shape).fill)), light(around)];
+    const contrast = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+    if (contrast < least) found.push(`${contrast.toFixed(1)}: ${shape.closest("[id*=text_]").id}`);
+  }
+  return [...new Set(found)];
+}"""
+
+
 class Page:
     """One tab, and what it complained about."""
 
@@ -106,6 +147,21 @@ class Page:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def faint(self, least: float = 4.5) -> list[str]:
+        """Texts, those of figures too, with less contrast than this to what lies behind them."""
+        found: list[str] = self.run(f"({FAINT})({least})")
+        return found
+
+    def beyond(self) -> list[str]:
+        """What reaches out of the window to the right and cannot be scrolled to."""
+        inside = (
+            "[...document.body.querySelectorAll('*')].filter(one => !one.closest('svg') &&"
+            " !one.closest('.scroll, .command, .skip') && one.getClientRects().length"
+            " && one.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5)"
+        )
+        found: list[str] = self.run(f"{inside}.map(one => one.outerHTML.slice(0, 80))")
+        return found
 
     def screenshot(self, file: Path, *, whole: bool = True) -> None:
         """A picture of the page."""
