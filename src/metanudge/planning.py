@@ -360,9 +360,11 @@ def _seconds_a_gradient(
 
 def _short(estimator: Estimator) -> str:
     """Without what is as usual."""
-    known = fields(estimator) if is_dataclass(estimator) else ()
-    own = {f.name: getattr(estimator, f.name) for f in known if f.init}
-    given = [f"{f.name}={own[f.name]!r}" for f in known if f.init and own[f.name] != f.default]
+    one: Any = estimator
+    known = [f for f in fields(one) if f.init] if is_dataclass(one) else []
+    given = [
+        f"{f.name}={getattr(one, f.name)!r}" for f in known if getattr(one, f.name) != f.default
+    ]
     return f"{type(estimator).__name__}({', '.join(given)})"
 
 
