@@ -36,6 +36,7 @@ LAYERS = (
     {"adapting"},
     {"learner", "gradcheck", "gradient_report", "bilevel"},
     {"testing"},
+    {"planning"},
     {"training"},
     {"page"},
     {"cli", "__main__"},

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from metanudge.gradcheck import check_gradient
     from metanudge.gradient_report import GradientReport
     from metanudge.learner import MetaLearner
+    from metanudge.planning import MemoryPlan, plan
     from metanudge.rates import InnerRates
     from metanudge.solvers import LBFGS, GradientDescent, Nesterov, NewtonCG, TorchOptimizer
     from metanudge.task import Task, TaskBatch
@@ -63,6 +64,7 @@ _HOMES = {
     "gradient_report": ("GradientReport",),
     "evaluation": ("Evaluation",),
     "learner": ("MetaLearner",),
+    "planning": ("MemoryPlan", "plan"),
     "rates": ("InnerRates",),
     "solvers": ("GradientDescent", "LBFGS", "Nesterov", "NewtonCG", "TorchOptimizer"),
     "task": ("Task", "TaskBatch"),
@@ -76,7 +78,7 @@ __all__ = [  # noqa: RUF022 — grouped by what they are for
     "GradientDescent", "Nesterov", "TorchOptimizer", "LBFGS", "NewtonCG", "InnerRates",
     "hypergradient", "solve_bilevel", "Hypergradient", "Unrolled",
     "check_gradient", "GradientReport", "DivergenceWarning", "ZeroGradientWarning",
-    "NonFiniteError", "StackingError",
+    "NonFiniteError", "StackingError", "plan", "MemoryPlan",
     "load_run", "baselines", "models", "optim", "tasks", "tuning", "__version__",
 ]  # fmt: skip
 

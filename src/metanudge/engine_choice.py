@@ -117,7 +117,7 @@ class EngineChoice:
         if problem.spread is not None:
             _refuse_stacking(wish)
             return InplaceEngine(), f"the parameters are spread over {problem.spread.ranks} ranks"
-        rows = wish.chunk if wish.chunk is not None else self._rows_for(problem, batch, wish)
+        rows = wish.chunk if wish.chunk is not None else self.rows_for(problem, batch, wish)
         stacked = StackedEngine(rows)
         if wish.engine == "stacked":
             return stacked, "as asked"
@@ -137,7 +137,7 @@ class EngineChoice:
         why = f"{len(batch)} tasks of {size} parameters would not fit side by side"
         return InplaceEngine(), why
 
-    def _rows_for(self, problem: Problem, batch: TaskBatch, wish: Wish) -> int | None:
+    def rows_for(self, problem: Problem, batch: TaskBatch, wish: Wish) -> int | None:
         """What the free memory holds, for second derivatives on a CPU what is fastest; None for
         all.
 

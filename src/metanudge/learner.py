@@ -248,6 +248,14 @@ class MetaLearner(Adapting):
             look = partial(look, seed=draw, first=first, rungs_at_once=rungs_at_once)
             return self._choice.run(problem, batch, self._wish(), lambda e: look(engine=e))
 
+    def rows_for(self, tasks: Tasks, estimator: Estimator) -> int | None:
+        """How many solves of these tasks the stacked engine would hold at once with another
+        estimator; None for all.
+        """
+        wish = Wish(self.engine, self.chunk, estimator, self.solver)
+        with at_work(self, compile=self.compiled) as problem:
+            return self._choice.rows_for(problem, TaskBatch.of(tasks), wish)
+
     def extra_repr(self) -> str:
         """Solver, estimator and engine, for `repr`."""
         how = f"solver={self.solver!r}, estimator={self.estimator!r}, engine={self.engine!r}"

@@ -28,6 +28,7 @@ OWN = {
     "eval": Command("accuracy of a trained run on held-out tasks", "metanudge.cli.eval"),
     "page": Command("a run as one page to look at", "metanudge.cli.page"),
     "adapt": Command("adapt a trained run to your own examples and predict", "metanudge.cli.adapt"),
+    "plan": Command("memory and time of a run's meta-steps, before it runs", "metanudge.cli.plan"),
     "data": Command("list, fetch and verify the data sets", "metanudge.cli.data"),
     "doctor": Command("check the installation with a short self-test", "metanudge.cli.doctor"),
 }

@@ -54,7 +54,9 @@ class Arguments:
     """
 
 
-def parse(argv: list[str]) -> Arguments:
+def parse(
+    argv: list[str], *, prog: str = "metanudge train", description: str = _DESCRIPTION
+) -> Arguments:
     """Configuration, run to resume, and what is allowed."""
     base, origin = TrainConfig(), None
     resume, file = _path(argv, "--resume"), _path(argv, "--config")
@@ -77,8 +79,8 @@ def parse(argv: list[str]) -> Arguments:
     arguments = tyro.cli(
         Arguments,
         args=argv,
-        prog="metanudge train",
-        description=_DESCRIPTION.format(codes=exit_codes()),
+        prog=prog,
+        description=description.format(codes=exit_codes()),
         default=Arguments(base, resume, file),
     )
     if origin is not None and not arguments.trust:

@@ -385,8 +385,7 @@ class InplaceOracle(NudgedOracle):
     def begin(self, start: Params | None) -> Params:
         """With displacements of large 16-bit parameters in 24 bits."""
         parameters = self.inner.problem.parameters
-        names = names_to_pack(parameters)
-        if not names:
+        if not (names := names_to_pack(parameters)):
             return self.zeros() if start is None else start
         return zeros(parameters, names, rows=True) if start is None else pack(start, names)
 

@@ -42,10 +42,14 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int:
 class Allocations(TorchDispatchMode):
     """Bytes held now (`live`) and at most (`peak`) by storages that came to life inside the
     context.
+
+    Args:
+        block: what sizes are rounded up to, where an allocator gives out no less.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = 1) -> None:
         super().__init__()
+        self._block = block
         self.live = 0
         self.peak = 0
         self._sizes: dict[int, int] = {}
@@ -66,8 +70,8 @@ class Allocations(TorchDispatchMode):
         key = storage._cdata
         if key in self._sizes:
             return
-        self._sizes[key] = storage.nbytes()
-        self.live += storage.nbytes()
+        size = self._sizes[key] = -(-storage.nbytes() // self._block) * self._block
+        self.live += size
         self.peak = max(self.peak, self.live)
         # torch keeps one Python object per storage for as long as the storage lives, so the
         # finalizer runs when it is freed.

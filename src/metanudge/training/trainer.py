@@ -50,6 +50,7 @@ from metanudge.training.progress import (
     Reporter,
     memory_used,
 )
+from metanudge.training.room import advice_of_plan
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
 from metanudge.training.summary import Outcome, compared, facts, result_table, tested, write_summary
 from metanudge.training.trust import named_code
@@ -81,6 +82,10 @@ def train(
                 config, source = read_data(config, plan, around, allow_changed_data)
                 trainer = make_trainer(config, plan, source, around)
                 with computing_in(config.precision, source.device):
+                    if source.device.type == "cuda":
+                        share = config.tasks // group.world
+                        if advice := advice_of_plan(trainer.learner, source, share):
+                            around.note(f"Memory may not suffice. {advice}")
                     products = try_out(trainer.learner, source, config)
                     stop.patience = None
                     folder = group.share(lambda: claim(plan, config, lock))
@@ -320,9 +325,15 @@ class Training:
             raise StopTraining(
                 f"Out of memory at meta-step {self.trainer.step + 1}, one solve at a time"
                 f" ({error}). {saved} {fix}, --precision bf16, fewer --shots or --queries, or a"
-                " device with more memory.",
+                f" device with more memory. {self._planned()}".rstrip(),
                 EXIT_OUT_OF_MEMORY,
             ) from error
+
+    def _planned(self) -> str:
+        """What meta-steps would fit, on a CUDA device."""
+        return advice_of_plan(
+            self.learner, self.trainer.source, self.config.tasks // self.group.world
+        )
 
     def _save_if_sound(self) -> str:
         """Save the present state unless θ itself is broken; says what was done."""
