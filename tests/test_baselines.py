@@ -10,16 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import metanudge as mn
-from metanudge.baselines import (
-    _TOLERANCE,
-    PENALTIES,
-    Baselines,
-    Comparison,
-    centroids,
-    logistic,
-    measure,
-    ridge,
-)
+from metanudge.baselines import PENALTIES, Baselines, Comparison, measure
+from metanudge.linear_fits import _TOLERANCE, centroids, logistic, ridge
 from metanudge.tasks import MNIST1D, Sinusoid
 
 pytestmark = pytest.mark.numerical

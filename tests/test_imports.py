@@ -51,7 +51,8 @@ APART: dict[str, set[str]] = {
     "models": {"names", "prototypes"},
     "tasks": {"names", "task"},
     "token_bags": set(),
-    "baselines": {"evaluation", "task", "token_bags"},
+    "linear_fits": set(),
+    "baselines": {"evaluation", "linear_fits", "task", "token_bags"},
 }
 USERS_OF_APART = LAYER["training"]
 

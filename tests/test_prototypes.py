@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import metanudge as mn
-from metanudge.baselines import centroids
+from metanudge.linear_fits import centroids
 from metanudge.models import MLP, Prototypes
 from metanudge.task import Task, TaskBatch
 from metanudge.tasks import Labelled, with_support

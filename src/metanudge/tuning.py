@@ -388,17 +388,17 @@ class ProductsWarning(UserWarning):
     """No ε gives Hessian products by differences that are worth having."""
 
 
+_KINKS = (
+    "Hessian products by differences are not worth having here: at no ε are MAML's gradients within"
+    " a third of those at the next one. ReLU and max-pooling have kinks that differences in this"
+    ' precision cannot see past. Use MAML(products="autograd"), smooth activations (GELU, Softplus,'
+    " average pooling), float64, or FOBMAML()."
+)
+
+
 def _warn_of_kinks(found: NuEstimate) -> None:
-    if found.error < WORTH_HAVING:
-        return
-    warnings.warn(
-        "Hessian products by differences are not worth having here: at no ε are MAML's gradients"
-        " within a third of those at the next one. ReLU and max-pooling have kinks that differences"
-        ' in this precision cannot see past. Use MAML(products="autograd"), smooth activations'
-        " (GELU, Softplus, average pooling), float64, or FOBMAML().",
-        ProductsWarning,
-        stacklevel=2,
-    )
+    if found.error >= WORTH_HAVING:
+        warnings.warn(_KINKS, ProductsWarning, stacklevel=2)
 
 
 def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML | MAML]:

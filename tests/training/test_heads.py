@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from metanudge.baselines import PENALTIES, logistic
+from metanudge.baselines import PENALTIES
 from metanudge.cli import main
+from metanudge.linear_fits import logistic
 from metanudge.models import MLP, Prototypes
 from metanudge.page.words import tasks_of
 from metanudge.task import Task

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from metanudge.baselines import centroids, logistic, ridge
+from metanudge.linear_fits import centroids, logistic, ridge
 from metanudge.tasks import Labelled
 from metanudge.tasks.episodes import Split
 from metanudge_lab.experiments.base import Row
