@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 from metanudge.page.svg import INK_AND_GRID, inlined, render
 from metanudge_lab.experiments.base import Drawing
@@ -35,14 +36,18 @@ def legend(drawing: Drawing) -> list[tuple[str, str, str]]:
     kind of line and text of each entry.
     """
     from matplotlib.colors import to_hex
+    from matplotlib.lines import Line2D
 
-    legends = [axes.get_legend() for axes in drawing.figure.axes] + drawing.figure.legends
+    legends: list[Any] = [
+        axes.get_legend() for axes in drawing.figure.axes
+    ] + drawing.figure.legends
     found: dict[str, tuple[str, str, str]] = {}
     for one in filter(None, legends):
         for handle, text in zip(one.legend_handles, one.get_texts(), strict=True):
-            is_line = hasattr(handle, "get_linestyle") and hasattr(handle, "get_color")
-            color = to_hex(handle.get_color() if is_line else handle.get_facecolor()[:4])
-            solid = not is_line or handle.get_linestyle() in ("-", "None")
+            if isinstance(handle, Line2D):
+                color, solid = to_hex(handle.get_color()), handle.get_linestyle() in ("-", "None")
+            else:
+                color, solid = to_hex(handle.get_facecolor()), True
             entry = INK_AND_GRID.get(color, color), "solid" if solid else "dashed", text.get_text()
             found.setdefault(text.get_text(), entry)
     return list(found.values())
