@@ -22,6 +22,7 @@ NAMES = (
     "trunk/first_kernels",
     "trunk/tail",
     "trunk/tail_kernels",
+    "engines/packed_kernels",
 )
 TRITON = [f"src/metanudge/accel/{name}.py" for name in NAMES]
 collect_ignore = [] if importlib.util.find_spec("triton") else TRITON
@@ -90,6 +91,7 @@ THOROUGH = (
     "test_tutorials.py::test_it_says_what_is_recorded[gradient_quality]",
     "test_memory.py::test_steps_and_tasks_do_not_matter",
     "test_use.py::test_unseen_characters",
+    "test_heads.py::test_unseen_characters",
     "lab/tests/experiments/test_shuffles.py",
     "lab/tests/experiments/test_transformer.py::test_a_broken_off_cell",
     "lab/tests/experiments/test_contract.py::test_it_measures_draws_and_judges[ablation]",

@@ -118,6 +118,7 @@ def sources() -> dict[str, Callable[[], Episodes]]:
         "sinusoid": lambda: mn.tasks.Sinusoid(shots=3, queries=5, noise=0.1),
         "quadratic": lambda: mn.tasks.Quadratic(dim=5),
         "given": given_tasks,
+        "labelled, of many sizes": lambda: rows_as_inputs(ways=(2, 4), shots=(1, 3), alike=3),
     }
     return {name: kind for name, kind in SOURCES.items() if name != "omniglot"} | forms
 
@@ -259,6 +260,9 @@ def check_engines_agree(
     # Rows that stop early still ride along with the others on the stacked engine: there the number
     # of gradients differs.
     different = {"engine", "path", "products", "extra"}
+    # Measured between φ_ν and φ_−ν, or at each (`test_metrics.py`): O(ν²) apart.
+    if stats.nudged != other.nudged:
+        different |= {"nudged", "query_loss", "query_accuracy"}
     # All steps at once keep each gradient's graph; one at a time, a product makes its own.
     if stats.products != other.products:
         different |= {"support_gradients"}

@@ -272,6 +272,7 @@ TRITON = (
     "accel/trunk/first_kernels.py",
     "accel/trunk/tail.py",
     "accel/trunk/tail_kernels.py",
+    "engines/packed_kernels.py",
 )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import metanudge as mn
 from metanudge.engines import InplaceEngine, StackedEngine
 from metanudge.estimators import meta_gradient
-from metanudge.estimators.ladder import LADDER, best_nu, credible
+from metanudge.estimators.ladder import LADDER, Disagreement, Motion, best_nu, credible
 from metanudge.testing.curvature import curvature
 from metanudge.tuning import NuEstimate, NuTuner, estimate_nu, step_aware
 from problems import (
@@ -569,3 +569,30 @@ def test_a_shifted_start_stays_within_the_way_to_the_solution():
     assert learner.tuner.nu == found.nu <= found.longest
     learner.estimator = mn.FOBMAML()
     assert learner.choose_nu(setup.tasks).longest == math.inf
+
+
+@pytest.mark.parametrize("part", [1.0, 0.01])
+def test_where_products_saturate_neighbours_agree_on_the_wrong_gradient(part):
+    """∇f̂ = tanh: [∇f̂(φ + εw) − ∇f̂(φ − εw)]/2ε is tanh(ε/ε_0)/(ε/ε_0) of what it should be, and
+    rounding adds noise of 1/ε. `part` is that of the products in the gradient.
+    """
+    setup, (flat, bent, noise) = logistic_regression(tasks=1), torch.eye(3, dtype=torch.float64)
+    epsilons = [10 ** -(1 + rung / 2) for rung in range(7)]
+
+    def choice(limit: dict[str, torch.Tensor] | None) -> tuple[float | None, float]:
+        found = Disagreement(limit)
+        problem = mn.MetaLearner(setup.model, setup.loss).problem()
+        for rung, epsilon in enumerate(epsilons):
+            ratio = epsilon / 3e-3
+            seen = bent * (math.tanh(ratio) / ratio) + noise * ((-1) ** rung * 1e-4 / epsilon)
+            found.see(Motion(problem, dict.fromkeys(problem.parameters, flat + part * seen)))
+        return best_nu(epsilons, found.read()[0], order=2)
+
+    names = mn.MetaLearner(setup.model, setup.loss).problem().parameters
+    epsilon, error = choice(dict.fromkeys(names, flat))
+    assert 1e-3 < epsilon < 3e-3
+    # between these two neighbours: what tanh and the noise change from one to the other
+    change = math.hypot(math.tanh(1.054) / 1.054 - math.tanh(1 / 3) * 3, 1e-4 / 3.16e-3 + 0.1)
+    assert error == pytest.approx(part * change / math.hypot(1, part), rel=0.15)
+    if part == 1.0:
+        assert choice(None)[0] > 0.03

@@ -16,7 +16,7 @@ from metanudge.tasks.omniglot_files import load_omniglot
 from metanudge.training import runs
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.config import TrainConfig
-from metanudge.training.specs import build_optimizer
+from metanudge.training.specs import build_optimizer, parameter_groups
 
 _NAMED = os.environ.get("METANUDGE_DATA")
 DATA = Path(_NAMED) if _NAMED else Path(__file__).resolve().parents[1].parent / "shared" / "data"
@@ -27,7 +27,7 @@ def make_run(folder: Path, config: TrainConfig, *, iterations: int = 0) -> Path:
     source = runs.build_source(config)
     config = runs.resolve(config, source)
     learner = runs.build_learner(config, source)
-    optimizer = build_optimizer(config.optimizer, learner.parameters())
+    optimizer = build_optimizer(config.optimizer, parameter_groups(learner, None))
     for tasks in source.batches(size=config.tasks, count=iterations):
         optimizer.zero_grad()
         learner.backward(tasks, metrics=False)
@@ -86,7 +86,7 @@ def omniglot_folder() -> Path:
     return DATA / "omniglot"
 
 
-def omniglot_run(folder: Path) -> Path:
+def omniglot_run(folder: Path, **changes: object) -> Path:
     """A quickly trained run on Omniglot; made once and kept in `folder`."""
     root = omniglot_folder()
     if not (folder / "config.json").is_file():
@@ -96,7 +96,7 @@ def omniglot_run(folder: Path) -> Path:
             lam=0.1, solver="gradient_descent:lr=0.1,steps=5", estimator="fomaml",
             optimizer="adam:lr=0.005", tasks=4, engine="inplace",
         )  # fmt: skip
-        make_run(folder, config, iterations=40)
+        make_run(folder, TrainConfig(**(config.to_dict() | changes)), iterations=40)
     return folder
 
 

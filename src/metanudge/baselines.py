@@ -11,6 +11,7 @@ preconditioned with a bound of its Hessian (Böhning 1992).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from metanudge.evaluation import ci95
-from metanudge.task import Batch, TaskBatch, tensors
+from metanudge.task import Batch, QueryInputs, TaskBatch, tensors
 from metanudge.token_bags import token_bags
 
 PENALTIES: dict[str, tuple[float, ...]] = {
@@ -280,16 +281,13 @@ def measure(
 
     Args:
         source: where the tasks come from; penalties are chosen on its validation tasks (training
-            tasks where it has none).
+            tasks where it has none, others of the split where it has neither).
         count: of tasks.
         split: which to measure on.
         untrained: scores of the untrained network, adapted; measured on the first 200 tasks.
     """
     few = min(_CHOSEN_ON, source.num_tasks("val") or _CHOSEN_ON)
-    try:
-        val = source.batch(range(few), "val")
-    except ValueError:  # this split has no tasks
-        val = source.batch(range(_CHOSEN_ON))
+    val = _chosen_on(source, few, count, split)
     train = source.pooled(_POOLED)
     if train is not None and _width(train) > _WIDEST:
         train = None
@@ -303,6 +301,13 @@ def measure(
         for name, scores in found.items():
             columns.setdefault(name, []).append(scores)
     return {name: torch.cat(parts) for name, parts in columns.items()}
+
+
+def _chosen_on(source: Source, few: int, count: int, split: str) -> TaskBatch:
+    for name in ("val", "train"):
+        with suppress(ValueError):  # this split has no tasks
+            return source.batch(range(few), name)
+    return source.batch(range(count, count + few), split)
 
 
 @dataclass(frozen=True)
@@ -388,6 +393,8 @@ def _width(batch: TaskBatch) -> int:
 def _pair(batch: Batch) -> tuple[Tensor, Tensor]:
     """Inputs `(tasks, n, features)`, labels `(tasks, n)` or targets `(tasks, n, targets)`."""
     inputs, y = batch
+    if isinstance(inputs, tuple):  # they carry the support set
+        inputs = inputs.x if isinstance(inputs, QueryInputs) else inputs[0]
     x, y = (token_bags(inputs) if isinstance(inputs, Mapping) else inputs).cpu(), y.cpu()
     return x.flatten(2).double(), y.double() if y.is_floating_point() else y
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -20,7 +21,9 @@ class Prototypes(nn.Module):
     parameters, times a learned scale s; w and b start at zero. At w = b = 0 the class with the
     nearest mean wins. Classes without support examples get a logit of −10⁹.
 
-    Batches carry the support set: see `metanudge.tasks.with_support`.
+    Batches carry the support set: those of `source.with_support()`, and what
+    `metanudge.tasks.with_support` makes of others. `metanudge train --head prototypes` leaves w and
+    b at zero: labels are given at random, and what is learned of them is noise.
 
     Args:
         network: its last linear layer, `head`, is taken off; where it has none it makes features.
@@ -30,14 +33,16 @@ class Prototypes(nn.Module):
     Example:
         >>> import metanudge as mn
         >>> from metanudge.models import MLP
-        >>> from metanudge.tasks import Labelled, with_support
+        >>> from metanudge.tasks import Labelled
         >>> x, y = torch.randn(400, 8), torch.arange(400) % 40
         >>> learner = mn.MetaLearner(Prototypes(MLP(8, 5)), nn.functional.cross_entropy)
-        >>> five, three = (Labelled(x, y, ways=n, queries=3) for n in (5, 3))
-        >>> stats = learner.backward(with_support(five.batch(range(4))))
-        >>> len(learner.evaluate(with_support(three.batch(range(9), "test"))).accuracy)
+        >>> five, three = (Labelled(x, y, ways=n, queries=3).with_support() for n in (5, 3))
+        >>> stats = learner.backward(five.batch(range(4)))
+        >>> len(learner.evaluate(three.batch(range(9), "test")).accuracy)
         9
     """
+
+    fixed_start = ("weight", "bias")
 
     def __init__(self, network: nn.Module, width: int | None = None, *, most: int = 64) -> None:
         super().__init__()
@@ -80,10 +85,16 @@ class Prototypes(nn.Module):
             raise ValueError(f"ways={ways} is not from 1 to most={self.most}.")
         with torch.no_grad():
             weight, bias, _ = self._head(self._features(x_support), y_support)
-            head = nn.Linear(weight.shape[1], ways, device=weight.device, dtype=weight.dtype)
+            like = {"device": weight.device, "dtype": weight.dtype}
+            head: nn.Linear = nn.utils.skip_init(nn.Linear, weight.shape[1], ways, **like)
             head.weight.copy_(weight[:ways])
             head.bias.copy_(bias[:ways])
-        return nn.Sequential(self.features, head).train(self.training)
+        if not hasattr(self.features, "head"):
+            return nn.Sequential(self.features, head).train(self.training)
+        network = copy.copy(self.features)
+        network._modules = dict(network._modules)
+        network.head = head.train(self.training)
+        return network
 
     def _features(self, x: Any) -> Tensor:
         found: Tensor = self.features(**x) if isinstance(x, dict) else self.features(x)

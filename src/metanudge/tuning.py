@@ -26,7 +26,10 @@ From the shifted start ν has one more bound: that start, ν∇f/λ away from θ
 away than the solution.
 
 The ε of `MAML(products="difference")` is chosen in the same way, from its meta-gradients at
-neighbouring ε.
+neighbouring ε. Where ε is too large these do not fall as 1/ε: they tend to the gradient g_∞ without
+any Hessian, and so agree there, wrongly. Hence ‖g(ε_j) − g_∞‖ and ‖g(ε_{j+1}) − g_∞‖ stand in the
+denominator, and all d_j are multiplied by the part of ‖g‖ that these are where the d_j are least,
+so that they say how large the error is beside the whole.
 """
 
 from __future__ import annotations
@@ -46,11 +49,11 @@ from metanudge.estimators.fobmaml import FOBMAML
 from metanudge.estimators.identity import centre_shift
 from metanudge.estimators.ladder import LADDER, Disagreement, Motion, average, best_nu, within
 from metanudge.estimators.maml import MAML
-from metanudge.estimators.products import ladder
+from metanudge.estimators.products import Difference, Products, Straight, ladder
 from metanudge.estimators.run import check
 from metanudge.estimators.stencils import STENCILS
 from metanudge.estimators.total import MetaGradient, Stats
-from metanudge.params import norm
+from metanudge.params import Params, norm
 from metanudge.problem import Problem, TwoLevels
 from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
@@ -178,20 +181,25 @@ def estimate_epsilon(
 ) -> NuEstimate:
     """The ε of `MAML`'s differences at which the error on these tasks is about the least.
 
-    Cost: that of seven meta-gradients of these tasks. Memory: that of one, and a copy of it.
+    Cost: that of seven meta-gradients of these tasks, and as many solves and query gradients once
+    more. Memory: that of one, and two copies of it.
     """
     solver, engine, seed = where["solver"], where["engine"], where["seed"]
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
-    epsilons, cost, found = ladder(problem), Cost(), Disagreement()
-    for epsilon in epsilons:
+    epsilons, cost = ladder(problem), Cost()
+
+    def gradient(products: Products) -> Params:
         total = MetaGradient(problem, len(tasks), metrics=False, seed=seed)
-        tried = replace(estimator, epsilon=epsilon)
         with engine.session(
-            problem, tasks, width=tried.width, seed=seed, cost=cost, first=where["first"]
+            problem, tasks, width=estimator.width, seed=seed, cost=cost, first=where["first"]
         ) as groups:
             for inner in groups:
-                tried.accumulate(inner, solver, total)
-        found.see(Motion(problem, total.gradient))
+                estimator.walk_back(inner, solver, total, products)
+        return total.gradient
+
+    found = Disagreement(gradient(Straight()))
+    for epsilon in epsilons:
+        found.see(Motion(problem, gradient(Difference(epsilon))))
     disagreement, rounding = found.read()
     best, error = best_nu(epsilons, disagreement, order=2)
     chosen = epsilons[0] if best is None else best

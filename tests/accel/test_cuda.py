@@ -206,7 +206,11 @@ SECOND_ORDER = {
 @pytest.mark.parametrize("name", SECOND_ORDER)
 @pytest.mark.parametrize("bound", [None, 20_000])
 def test_second_derivatives_through_fused_blocks(name, bound, monkeypatch):
-    """In float32 blocks run fused; also where their activations are too many for one kernel."""
+    """In float32 blocks run fused; also where their activations are too many for one kernel.
+
+    Both paths round each product and sum to float32, in other orders: their errors are two draws
+    of one size, with the problem's own conditioning (conjugate gradients') in both.
+    """
     from metanudge.accel.trunk import tail
 
     if bound is not None:
@@ -215,10 +219,13 @@ def test_second_derivatives_through_fused_blocks(name, bound, monkeypatch):
     exact = flat(
         learner(SECOND_ORDER[name], torch.float64).meta_gradient(batch(dtype=torch.float64))[0]
     )
-    for _ in range(4):
-        assert float((flat(ours.meta_gradient(batch())[0]) - exact).norm()) <= 2e-5 * float(
-            exact.norm()
-        )
+    found = [flat(ours.meta_gradient(batch())[0]) for _ in range(4)]
+    monkeypatch.setattr("metanudge.engines.stacked._registered", [])
+    general = flat(learner(SECOND_ORDER[name]).meta_gradient(batch())[0])
+    least = torch.finfo(torch.float32).eps * float(exact.norm())
+    for gradient in found:
+        error = float((gradient - exact).norm())
+        assert error <= 4 * max(float((general - exact).norm()), least)
 
 
 @pytest.mark.parametrize(

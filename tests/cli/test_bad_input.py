@@ -28,6 +28,8 @@ TINY = [
     "--tasks=2", "--iterations=2", "--eval-tasks=2", "--test-tasks=2",
 ]  # fmt: skip
 
+ANY_WAYS = ["mnist1d", "--head", "prototypes"]
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,6 +50,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     make_run(folder / "photo-run", pictures)
     make_run(folder / "sine-run", TrainConfig("sinusoid"))
+    vector_run(folder / "any-run", folder / "data.csv", head="prototypes")
+    vector_table(folder / "wide.csv", classes=5, features=9)
+    vector_table(folder / "single.csv", classes=1)
     return folder
 
 
@@ -146,6 +151,22 @@ def test_a_process_of_its_own(here: Path) -> None:
         (["no/such/folder"], ["no/such/folder", "There is no file or folder"]),
         ([], ["Name the data"]),
         (["mnist1d", "--ways", "11"], ["10 classes", "ways=11", "Lower ways"]),
+        ([*ANY_WAYS, "--ways", "10-3"], ["--ways 10-3 runs backwards", "3-10"]),
+        ([*ANY_WAYS, "--ways", "0-5"], ["--ways 0-5", "1 or more"]),
+        ([*ANY_WAYS, "--ways", "1-5"], ["ways=(1, 5)", "tasks of one class"]),
+        ([*ANY_WAYS, "--ways", "3-11"], ["10 classes", "ways=11", "Lower ways"]),
+        ([*ANY_WAYS, "--ways", "3..10"], ["--ways '3..10'", "a range such as 3-10"]),
+        ([*ANY_WAYS, "--shots", "5-1"], ["--shots 5-1 runs backwards", "1-5"]),
+        ([*ANY_WAYS, "--shots", "1-2.5"], ["--shots '1-2.5'", "a range such as"]),
+        (["mnist1d", "--shots", "1-99999"], ["shots=99999", "Lower shots"]),
+        (["mnist1d", "--ways", "3-10"], ["--ways 3-10", "--head prototypes"]),
+        (["sinusoid", "--head", "prototypes"], ["regression", "head of its own"]),
+        (["mnist1d", "--head", "prototype"], ["--head", "prototypes"]),
+        ([*ANY_WAYS, "--model", "torch.nn:Flatten"], ["linear layer called head", "Flatten"]),
+        (
+            ["{made}/data.csv", "--task-column=label", "--target=x1", "--head=prototypes"],
+            ["given tasks", "Leave --head out"],
+        ),
         (["mnist1d", "--iterations", "-3"], ["--iterations -3", "1 or more"]),
         (["mnist1d", "--shots", "0"], ["--shots 0", "1 or more"]),
         (["mnist1d", "--lam", "-2"], ["--lam -2", "positive"]),
@@ -158,13 +179,18 @@ def test_a_process_of_its_own(here: Path) -> None:
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
-def test_train_flags(refuse: Refuse, flags: list[str], parts: list[str]) -> None:
-    says(refuse("train", *flags), *parts)
+def test_train_flags(refuse: Refuse, made: Path, flags: list[str], parts: list[str]) -> None:
+    says(refuse("train", *(flag.format(made=made) for flag in flags)), *parts)
 
 
 def test_train_on_a_gpu_that_is_not_there(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     says(refuse("train", "mnist1d", "--device", "cuda"), "--device cuda", "Use --device cpu")
+
+
+def test_a_split_with_fewer_classes_than_the_range(refuse: Refuse, made: Path) -> None:
+    text = refuse("train", made / "data.csv", *TINY, "--head=prototypes", "--ways=2-4")
+    says(text, "Split 'val'", "3 classes", "ways=4", "--eval-every 0")
 
 
 def test_train_with_too_few_classes(refuse: Refuse, made: Path) -> None:
@@ -350,6 +376,20 @@ def test_archive_with_the_wrong_checksum(refuse: Refuse, tmp_path: Path) -> None
         (["{made}/run", "--plot", "plot.xyz"], ["--plot plot.xyz", ".png"]),
         (["{made}/photo-run"], ["--split test", "0 classes"]),
         ([], ["RUN"]),
+        (["{made}/run", "--ways", "4"], ["for 3 ways", "4 classes", "--head prototypes"]),
+        (["{made}/run", "--ways", "2-3"], ["--ways 2-3", "--head prototypes"]),
+        (["{made}/run", "--shots", "99"], ["shots=99", "12 examples"]),
+        (["{made}/any-run", "--ways", "10"], ["ways=10", "4 in test"]),
+        (["{made}/any-run", "--ways", "1"], ["1 way ", "nothing to tell apart"]),
+        (["{made}/any-run", "--ways", "4-2"], ["--ways 4-2 runs backwards"]),
+        (["{made}/any-run", "--queries", "0"], ["--queries 0", "1 or more"]),
+        (["{made}/any-run", "--data", "{made}/wide.csv", "--split", "val"], ["--split val"]),
+        (["{made}/any-run", "--data", "nowhere.csv"], ["no file or folder nowhere.csv"]),
+        (["{made}/any-run", "--data", "mnist1d"], ["not of the kind", "data.csv"]),
+        (["{made}/any-run", "--data", "{made}/photos"], ["photos"]),
+        (["{made}/any-run", "--data", "{made}/few.csv", "--ways", "4"], ["ways=4", "3 classes"]),
+        (["{made}/sine-run", "--ways", "3"], ["--ways 3", "regression"]),
+        (["{made}/sine-run", "--data", "{made}/few.csv"], ["not of the kind", "sinusoid"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
@@ -412,6 +452,10 @@ def test_eval_when_the_data_have_moved(refuse: Refuse, here: Path, made: Path) -
         (
             ["{made}/run", "--support", "{made}/data.csv", "--export", "m"],
             ["20 classes", "3 ways", "--ways 20"],
+        ),
+        (
+            ["{made}/any-run", "--support", "{made}/single.csv", "--export", "m"],
+            ["one class, c00", "two or more"],
         ),
         (
             ["{made}/run", "--support", "{made}/photos", "--export", "m"],

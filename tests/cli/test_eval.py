@@ -146,3 +146,21 @@ sys.exit("torch" in sys.modules)
         "metanudge data verify",
     ):
         assert example in done.stdout
+
+
+def test_other_tasks_and_other_data(
+    runs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    vector_run(tmp_path / "any", runs / "data.csv", head="prototypes")
+    others = vector_table(tmp_path / "others.csv", classes=9, first=40)
+    flags = ["--ways", "4-7", "--shots", "2", "--data", str(others), "--tasks", "20"]
+    assert main(["eval", str(tmp_path / "any"), *flags, "--json", str(tmp_path / "r.json")]) == 0
+    text = capsys.readouterr().out
+    assert f"on {others}: 4-7-way 2-shot, 5 queries" in text
+    assert "(9 classes)" in text
+    assert "nearest centroid" in text
+    assert (tmp_path / "any" / "eval-test-others-4-7ways-2shots.png").is_file()
+    assert not (tmp_path / "any" / "eval-test.png").exists()
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["data"] == str(others)
+    assert result["tasks_of"] == "4-7-way 2-shot, 5 queries"

@@ -60,6 +60,29 @@ def test_no_proximal_term(tmp_path: Path, estimator: str) -> None:
     assert all(row["gradient_norm"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "options", "how"),
+    [
+        ("maml", {"engine": "stacked"}, "through all steps at once"),
+        ("maml", {"engine": "inplace"}, "step by step"),
+        ("maml:products=difference,epsilon=0.001", {}, "by differences of gradients"),
+    ],
+)
+def test_the_header_says_how_steps_are_differentiated(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    estimator: str,
+    options: dict[str, str],
+    how: str,
+) -> None:
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    some = "mnist1d --data-options num_samples=400 --ways 2 --shots 1 --queries 2 --tasks 2"
+    short = "--iterations 1 --eval-every 0 --test-tasks 0 --lam 1"
+    out = ["--out", str(tmp_path / "run"), "--estimator", estimator]
+    assert main(["train", *some.split(), *short.split(), *out, *flags]) == 0
+    assert f"differentiated {how}" in capsys.readouterr().out
+
+
 def test_adam_inside(tmp_path: Path) -> None:
     inside = "torch_optimizer:optimizer=adam,steps=3,lr=0.01"
     go(tmp_path / "run", estimator="maml:products=difference,epsilon=0.001", solver=inside)

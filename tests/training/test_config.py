@@ -21,7 +21,8 @@ text = st.text(max_size=20).map(printable)
 configs = st.builds(
     TrainConfig,
     data=text,
-    ways=st.none() | st.integers(),
+    ways=st.none() | st.integers() | st.sampled_from(["3-10", "5"]),
+    head=st.sampled_from(["fixed", "prototypes"]),
     lam=finite,
     clip=st.none() | finite,
     schedule=st.sampled_from(["constant", "cosine"]),
@@ -115,6 +116,7 @@ def test_a_whole_number_may_stand_for_a_float_and_left_out_fields_have_defaults(
     "bad",
     [
         {"iterations": 0}, {"tasks": 0}, {"ways": 0}, {"shots": -1}, {"seed": -1},
+        {"ways": "5-3", "head": "prototypes"}, {"ways": "3-5"}, {"shots": "0-3"}, {"shots": "many"},
         {"seed": 1 << 63}, {"iterations": 1 << 63},
         {"lam": -0.1}, {"lam": float("nan")},
         {"clip": -1.0}, {"chunk": 0}, {"eval_every": -1}, {"checkpoint_every": 0},

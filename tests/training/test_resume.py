@@ -128,6 +128,9 @@ def test_a_moved_run_resumes_where_it_is(tmp_path: Path) -> None:
     [
         ({"model": "mlp:hidden=(7,)"}, ["--model", "(6,)", "(7,)"]),
         ({"seed": 5}, ["--seed", "0", "5"]),
+        ({"shots": 7}, ["--shots was 4, now 7"]),
+        ({"queries": 5}, ["--queries was 4, now 5"]),
+        ({"shots": "2-4"}, ["--shots was 4, now '2-4'"]),
         ({"estimator": "fomaml", "lam": 3.0}, ["--estimator", "fomaml", "--lam"]),
         ({"iterations": 4}, ["--iterations", "8"]),
         ({"out": "elsewhere"}, ["--out elsewhere", "--resume"]),

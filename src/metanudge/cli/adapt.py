@@ -37,9 +37,10 @@ class AdaptOptions:
     """Adapt a trained learner to new classes from a few examples of each, or to a new task like
     those it was given, then label files or predict rows with it, or export it.
 
-    The classes need not have occurred in training; there must be as many as the run has ways. Files
-    are prepared as in training. BatchNorm layers keep the statistics of the support set, so a
-    file's label does not depend on the other files.
+    The classes need not have occurred in training; there must be as many as the run has ways,
+    unless it was trained with --head prototypes. Files are prepared as in training. BatchNorm
+    layers keep the statistics of the support set, so a file's label does not depend on the other
+    files.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]

@@ -28,6 +28,8 @@ examples:
   metanudge eval runs/first                                  1000 test tasks
   metanudge eval runs/first --tasks 5000 --steps 0 1 5 20    a smaller interval, other steps
   metanudge eval runs/first --split val --json result.json   all of it, for a program to read
+  metanudge eval runs/any --ways 12 --shots 5                other tasks (--head prototypes)
+  metanudge eval runs/photos --data more_photos/             data that were not trained on
 """
 
 
@@ -51,6 +53,22 @@ class EvalOptions:
 
     split: Literal["train", "val", "test"] = "test"
     """Where the tasks are drawn from."""
+
+    data: str | None = None
+    """Other data of the same kind, prepared as in training. All of their classes (given tasks: all
+    tasks) are test ones.
+    """
+
+    ways: int | str | None = None
+    """Classes per task, or a range such as 3-10; others than in training need a run that was
+    trained with --head prototypes.
+    """
+
+    shots: int | str | None = None
+    """Support examples per class, or a range."""
+
+    queries: int | None = None
+    """Query examples per class."""
 
     steps: tuple[int, ...] = ()
     """Numbers of adaptation steps to measure; a few around the run's own when left out."""
@@ -93,7 +111,16 @@ def run(argv: list[str]) -> int:
     trained = runs.load(
         options.run, checkpoint=options.checkpoint, device=options.device, trust=options.trust
     )
-    plot = options.plot or trained.folder / f"eval-{options.split}.png"
+    if options.data is not None and options.split != "test":
+        raise UserError(
+            f"--split {options.split} and --data {options.data} contradict each other: other data"
+            " are all test data. Leave --split out."
+        )
+    others = {name: getattr(options, name) for name in ("data", "ways", "shots", "queries")}
+    others = {name: value for name, value in others.items() if value is not None}
+    if others:
+        trained = trained.elsewhere(**others)
+    plot = options.plot or trained.folder / f"{'-'.join(_name(options))}.png"
     if plot.suffix.lower() not in PLOTS:
         raise UserError(
             f"--plot {plot} is not a kind of picture that can be drawn. Let its name end in one of:"
@@ -102,6 +129,8 @@ def run(argv: list[str]) -> int:
     check_new_file(plot, overwrite=True, flag="--plot")
     report = _measure(trained, options)
     print(f"{options.run}, weights after {trained.state.step} meta-steps")
+    if others:
+        print(printable(f"on {trained.config.data}: {trained.source.sizes()}"))
     print(printable(str(report)))
     title = f"{Path(trained.config.data).name}: {report.tasks} {options.split} tasks"
     try:
@@ -121,6 +150,16 @@ def run(argv: list[str]) -> int:
     also = f"   json: {options.json}" if options.json else ""
     print(f"\nplot: {plot}{also}   ({report.seconds:.0f} s)")
     return 0
+
+
+def _name(options: EvalOptions) -> Iterator[str]:
+    """What an evaluation is called, so that those of other tasks have files of their own."""
+    yield from ("eval", options.split)
+    if options.data is not None:
+        yield Path(options.data).stem
+    for name in ("ways", "shots", "queries"):
+        if (value := getattr(options, name)) is not None:
+            yield f"{value}{name}"
 
 
 def _measure(trained: Run, options: EvalOptions) -> EvaluationReport:
@@ -147,6 +186,7 @@ def _measure(trained: Run, options: EvalOptions) -> EvaluationReport:
             )
         if file is not None:
             about = {"run": str(options.run), "step": trained.state.step}
+            about |= {"data": trained.config.data, "tasks_of": trained.source.sizes()}
             json.dump({**about, **report.as_dict()}, file, indent=2, allow_nan=False)
             file.write("\n")
     return report

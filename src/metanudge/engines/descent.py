@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from metanudge.engines.packed import PackedParams, descend, names_to_pack, sample
 from metanudge.params import Params, joined
+from metanudge.proximal import Diagonal
 from metanudge.spread import gradient_of, is_spread, local
 
 Take = Callable[[str, Tensor], None]
@@ -39,8 +41,12 @@ class Listener:
     """Hears of every parameter whose gradient is there, from the first use until `close`.
 
     Left out are the smallest parameters, a fiftieth of all entries, which would cost more time than
-    memory; those below float32; and those that are spread over ranks, whose gradients come from
-    there, on a stream of their own.
+    memory; those below float32 that are not packed; and those that are spread over ranks, whose
+    gradients come from there, on a stream of their own.
+
+    Attributes:
+        waiting: whose gradients wait for the end of each backward pass, since they are too small
+            for the device to work on one by one.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -51,7 +57,15 @@ class Listener:
     @cached_property
     def names(self) -> list[str]:
         """Whom it hears of, the smaller ones first."""
-        return _all_but_the_smallest(self._parameters)
+        parameters, waiting = self._parameters, set(self.waiting)
+        heard = [n for n in _all_but_the_smallest(parameters) if n not in waiting]
+        return heard + names_to_pack(parameters)
+
+    @cached_property
+    def waiting(self) -> list[str]:
+        """Of what is packed none."""
+        parameters = self._parameters
+        return [n for n in _all_but_the_smallest(parameters) if _is_little(parameters[n])]
 
     @contextmanager
     def handing_to(self, take: Take) -> Iterator[None]:
@@ -90,11 +104,20 @@ class Forces:
         lam: λ of each parameter, 0-d or of its shape.
         pull: p, `(1, ...)` each.
         nu: ν.
+        common: λ, where there is one number for all.
     """
 
     lam: Params
     pull: Params | None
     nu: float
+    common: float | None = None
+
+    @classmethod
+    def made(cls, term: Diagonal, pull: Params | None, nu: float) -> Forces:
+        """Those of a proximal term and a force."""
+        least = term.smallest_curvature
+        one = least if isinstance(least, float) and term.common is not None else None
+        return cls(term.lam, pull, nu, one)
 
     def of(self, name: str, like: Tensor) -> list[Tensor]:
         """λ and, where there is one, p of a parameter, in the shape of its gradient."""
@@ -107,6 +130,17 @@ class Forces:
         g.addcmul_(d, lam)
         if pull is not None:
             g.add_(pull, alpha=self.nu)
+
+    def add_to_all(self, g: Params, d: Params) -> None:
+        """The same for many small ones."""
+        if self.common is None:
+            for name, leaf in g.items():
+                self.add(leaf, d[name], *self.of(name, leaf))
+            return
+        leaves = list(g.values())
+        torch._foreach_add_(leaves, [d[n] for n in g], alpha=self.common)
+        if self.pull is not None:
+            torch._foreach_add_(leaves, [self.pull[n] for n in g], alpha=self.nu)
 
 
 class Descent:
@@ -144,6 +178,8 @@ class Descent:
         self._forces = forces
         self._parts = parts
         self._norms: dict[str, Tensor | None] = {}  # None where the motion will tell
+        self._packed = d.packed if isinstance(d, PackedParams) else {}
+        self._firsts: dict[str, tuple[Tensor, Tensor]] = {}  # of two: the square, and a sample
         self._most = 1
 
     def pack(self, names: Iterable[str]) -> None:
@@ -157,6 +193,8 @@ class Descent:
         least = 1 if all(p.device.type == "cpu" for p in parameters) else _LEAST
         self._most = max(least, int(_PIECE * sum(p.numel() for p in parameters)))
         for name in names:
+            if name in self._packed:
+                continue
             at = self._parameters[name].data.unsqueeze(0), self._theta[name].unsqueeze(0)
             self._d[name] = remainder(*at, self._d[name], most=self._most)
 
@@ -166,18 +204,37 @@ class Descent:
         if g is None:  # a hook of the user's was here before
             return
         parameter.grad = None
-        if name in self._norms:
+        if name in self._packed:
+            self._norms[name] = self._descend(name, g)
+        elif name in self._norms:
             self._norms[name] = None
             self._d[name].add_(g, alpha=-self._lr)
         else:
             self._norms[name] = self._step(name, g.unsqueeze(0))
 
+    def gather(self, names: Iterable[str]) -> None:
+        """After a backward pass: step with what has waited for its end, all at once."""
+        parts = {n: row(take_gradient(self._parameters[n])) for n in names}
+        if not parts:
+            return
+        if parts.keys() <= self._norms.keys():
+            self._norms |= dict.fromkeys(parts)
+        else:
+            self._forces.add_to_all(parts, self._d)
+            alone = (
+                torch._foreach_norm([*parts.values()]) if self._parts == 1 else [None] * len(parts)
+            )
+            self._norms |= dict(zip(parts, alone, strict=True))
+        torch._foreach_add_([self._d[n] for n in parts], [*parts.values()], alpha=-self._lr)
+
     def finish(self) -> Tensor:
         """Step where nothing was handed over, too; ‖∇g‖ at the old d, `(1,)`. What the parameters
         hold then means nothing.
         """
-        for name, leaf in self._d.items():
-            if leaf.dtype == torch.int8:
+        for name in [n for n in self._d if n not in self._norms]:
+            if name in self._packed:
+                self._norms[name] = self._descend(name, take_gradient(self._parameters[name]))
+            elif self._d[name].dtype == torch.int8:
                 self._norms[name] = self._step(name, row(take_gradient(self._parameters[name])))
         rest = {
             n: row(take_gradient(p)) for n, p in self._parameters.items() if n not in self._norms
@@ -185,12 +242,31 @@ class Descent:
         norms = {name: norm for name, norm in self._norms.items() if norm is not None}
         norms |= self._motions([name for name, norm in self._norms.items() if norm is None])
         if rest:
-            for name, leaf in rest.items():
-                self._forces.add(leaf, self._d[name], *self._forces.of(name, leaf))
+            self._forces.add_to_all(rest, self._d)
             leaves = list(rest.values())
             norms |= dict(zip(rest, torch._foreach_norm(leaves), strict=True))
             torch._foreach_add_([self._d[n] for n in rest], leaves, alpha=-self._lr)
         return joined(norms).reshape(1)
+
+    def _descend(self, name: str, g: Tensor) -> Tensor:
+        """Step where displacements are packed; the norm of the parts so far. How parallel two parts
+        are is seen on a sample of their entries.
+        """
+        d, lam, before = self._packed[name], self._forces.lam[name], self._firsts.pop(name, None)
+        if before is not None:
+            (first, taken), seen = before, sample(g)
+            square = descend(d, g, self._lr, None)
+            along = torch.dot(taken, seen) / (taken.norm() * seen.norm())
+            both = 2 * (first * square).sqrt() * along.nan_to_num(0.0)
+            return (first + square + both).clamp_min(0).sqrt()
+        if self._forces.pull is not None:
+            g = torch.add(g, self._forces.pull[name][0], alpha=self._forces.nu)
+        if self._parts == 1:
+            return descend(d, g, self._lr, lam).sqrt()
+        seen = sample(g).addcmul_(d.sampled(), sample(lam) if lam.ndim else lam.float())
+        square = descend(d, g, self._lr, lam)
+        self._firsts[name] = square, seen
+        return square.sqrt()
 
     def _step(self, name: str, g: Tensor) -> Tensor | None:
         """Step with the first part of a parameter's gradient, which is overwritten; its norm if it
@@ -240,6 +316,10 @@ def take_gradient(parameter: Tensor) -> Tensor:
 def row(g: Tensor) -> Tensor:
     """A gradient with a row axis, in the dtype of displacements."""
     return (g if g.dtype.itemsize >= 4 else g.float()).unsqueeze(0)
+
+
+def _is_little(parameter: Tensor) -> bool:
+    return parameter.device.type != "cpu" and parameter.numel() < _LEAST
 
 
 def _all_but_the_smallest(parameters: Mapping[str, Tensor]) -> list[str]:

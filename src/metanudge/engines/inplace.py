@@ -29,6 +29,7 @@ from metanudge.engines.descent import Descent, Forces, Listener, row, take_gradi
 from metanudge.engines.diagnosis import model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
 from metanudge.engines.once import refuse_once_differentiable
+from metanudge.engines.packed import PackedParams, names_to_pack, pack, place, zeros
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.engines.ranks import check_solver, check_tasks, refuse_products
 from metanudge.engines.undisturbed import Guard, claimed, restored, uninterrupted
@@ -150,22 +151,18 @@ class InplaceInner(Inner):
     ) -> tuple[Tensor, Tensor]:
         """One step of gradient descent; losses and norm of the gradient at the old d."""
         self._write(d)
-        descent = Descent(
-            self.problem.parameters,
-            self._guard.theta,
-            d,
-            lr,
-            forces,
-            parts=1 if offsets is None else 2,
-        )
+        parts, waiting = 1 if offsets is None else 2, self._listener.waiting
+        descent = Descent(self.problem.parameters, self._guard.theta, d, lr, forces, parts=parts)
         if forces.pull is not None:  # a fourth copy, which d makes room for
             descent.pack(n for n in self._listener.names if self._guard.holds_still(n))
         with self._listener.handing_to(descent.take):
             total = self._backward(self._support(step, batch_size), step, "support", None)
             self.cost.support_gradients += 1
+            descent.gather(waiting)
             if offsets is not None:
                 total = total + self._backward(self._task.query, step, "query", offsets[0])
                 self.cost.query_gradients += 1
+                descent.gather(waiting)
         return total.reshape(1), descent.finish()
 
     @property
@@ -299,23 +296,23 @@ class InplaceInner(Inner):
     def _write(self, d: Params | None, along: Params | None = None, by: float = 0.0) -> None:
         """Put φ = θ + d into the module, or φ moved further along a direction."""
         theta = self._guard.theta
+        packed = d.packed if isinstance(d, PackedParams) else {}
         together: Params = {}  # one kernel for many; large ones are read and written once instead
         with torch.no_grad():
             for name in self.problem.parameters:
-                place = self._guard.phi(name)
+                phi = self._guard.phi(name)
                 if d is None:
-                    together[name] = place
-                elif d[name].dtype != place.dtype:
-                    phi = theta[name] + d[name][0]
+                    together[name] = phi
+                elif name in packed and along is None:
+                    place(packed[name], theta[name], phi)
+                elif d[name].dtype != phi.dtype and along is not None:
+                    phi.copy_((theta[name] + d[name][0]).add_(along[name][0], alpha=by))
+                elif d[name].dtype != phi.dtype or phi.numel() >= _LARGE:
+                    torch.add(theta[name], d[name][0], out=phi)
                     if along is not None:
                         phi.add_(along[name][0], alpha=by)
-                    place.copy_(phi)
-                elif place.numel() >= _LARGE:
-                    torch.add(theta[name], d[name][0], out=place)
-                    if along is not None:
-                        place.add_(along[name][0], alpha=by)
                 else:
-                    together[name] = place
+                    together[name] = phi
             if together:
                 places = list(together.values())
                 torch._foreach_copy_(places, [theta[n] for n in together])
@@ -385,6 +382,14 @@ class InplaceOracle(NudgedOracle):
 
     inner: InplaceInner
 
+    def begin(self, start: Params | None) -> Params:
+        """With displacements of large 16-bit parameters in 24 bits."""
+        parameters = self.inner.problem.parameters
+        names = names_to_pack(parameters)
+        if not names:
+            return self.zeros() if start is None else start
+        return zeros(parameters, names, rows=True) if start is None else pack(start, names)
+
     def descend(
         self, d: Params, lr: float, step: int = 0, batch_size: int | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -392,5 +397,5 @@ class InplaceOracle(NudgedOracle):
         proximal = self.inner.problem.proximal
         assert isinstance(proximal, Diagonal)
         return self.inner.descend(
-            d, self.nu, lr, step, batch_size, Forces(proximal.lam, self.pull, self.pull_scale)
+            d, self.nu, lr, step, batch_size, Forces.made(proximal, self.pull, self.pull_scale)
         )

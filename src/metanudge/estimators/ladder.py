@@ -155,27 +155,46 @@ class Motion:
 
 
 class Disagreement:
-    """Compares each motion with the one before; keeps one of them."""
+    """Compares each motion with the one before; keeps one of them.
 
-    def __init__(self) -> None:
-        self._before: tuple[Params, Tensor, Tensor] | None = None
+    Args:
+        limit: what the motions tend to as ν grows, where that is not zero: it is what they differ
+            by from there that must agree.
+    """
+
+    def __init__(self, limit: Params | None = None) -> None:
+        self._limit = limit
+        self._before: tuple[Params, Tensor, Tensor, Tensor] | None = None
         self._found: list[Tensor] = []
 
     def see(self, motion: Motion) -> None:
         """Hear of the motion at the next ν."""
         size, rounding = _size(motion.sum.items()), motion.rounding
+        own = size if self._limit is None else self._beyond(self._limit, motion.sum, size)
         if self._before is not None:
-            before, size_before, rounding_before = self._before
+            before, size_before, own_before, rounding_before = self._before
             apart = _size((n, leaf - before[n]) for n, leaf in motion.sum.items())
             errors = torch.stack([apart, torch.hypot(rounding, rounding_before)])
-            self._found.append(errors / torch.minimum(size, size_before))
-        self._before = motion.sum, size, rounding
+            least = torch.minimum(own, own_before)
+            share = least / torch.minimum(size, size_before)
+            self._found.append(torch.cat([errors / least, share[None]]))
+        self._before = motion.sum, size, own, rounding
 
     def read(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The disagreements, and those to be expected from rounding alone."""
-        pairs = torch.stack(self._found).nan_to_num(nan=math.inf, posinf=math.inf)
-        apart, rounding = pairs.T.tolist()
-        return tuple(apart), tuple(rounding)
+        """The disagreements, and those to be expected from rounding alone; relative to the whole
+        motion where they are least.
+        """
+        found = torch.stack(self._found).nan_to_num(nan=math.inf, posinf=math.inf)
+        apart, rounding, shares = found.T.tolist()
+        share = min(shares[apart.index(min(apart))], 1.0)
+        return tuple(a * share for a in apart), tuple(r * share for r in rounding)
+
+    @staticmethod
+    def _beyond(limit: Params, motion: Params, size: Tensor) -> Tensor:
+        """How far the motion is from the limit, at least its own rounding: less is none."""
+        least = max(torch.finfo(leaf.dtype).eps for leaf in motion.values())
+        apart = _size((n, leaf - limit[n]) for n, leaf in motion.items())
+        return torch.maximum(apart, size * least)
 
 
 def _size(leaves: Iterable[tuple[str, Tensor]]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from metanudge.engines import Inner
 from metanudge.engines.once import NoSecondDerivative
 from metanudge.estimators.base import Estimator, refuse_stiffness
-from metanudge.estimators.products import check_epsilon, made, take_differences
+from metanudge.estimators.products import Products, check_epsilon, made, take_differences
 from metanudge.estimators.reverse import there_and_back
 from metanudge.estimators.total import MetaGradient
 from metanudge.names import check_known
@@ -181,16 +181,20 @@ class MAML(Estimator):
                 if self.products == "unrolled":
                     raise
                 take_differences(inner.problem, error)
+        self.walk_back(inner, solver, total, made(self.products, self.epsilon, inner.problem))
+
+    def walk_back(
+        self, inner: Inner, solver: Solver, total: MetaGradient, products: Products
+    ) -> None:
+        """The same with these products, one step at a time."""
         oracle = inner.oracle([0.0], None, None, None)
-        update = update_of(solver, oracle, inner.problem.rates)
-        products, last = made(self.products, self.epsilon, inner.problem), self._last(solver)
         there_and_back(
             total,
             inner,
             oracle,
-            update,
+            update_of(solver, oracle, inner.problem.rates),
             products,
-            last=last,
+            last=self._last(solver),
             keep=self.trajectory,
             weights=self.step_weights,
         )

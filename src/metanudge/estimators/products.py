@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metanudge.engines.precision import Computed, Precision, precision_of
-from metanudge.params import Params, joined, lengths, norm, per_row
+from metanudge.params import Params, joined, lengths, norm, per_row, zeros_like
 from metanudge.solvers.base import check_positive
 
 logger = logging.getLogger("metanudge")
@@ -141,6 +141,18 @@ class Difference:
             torch._foreach_mul_(list(apart.values()), 0.5 / epsilon[0])
             return apart
         return {n: leaf.div_(per_row(2 * epsilon, leaf)) for n, leaf in apart.items()}
+
+
+class Straight:
+    """H w = 0: what differences tend to as ε grows, and the meta-gradient with them."""
+
+    name = "none"
+
+    def __call__(
+        self, inner: Curved, d: Params, w: Params, step: int, batch_size: int | None
+    ) -> Params:
+        """Nothing by what adapts, and nothing said of what is shared."""
+        return zeros_like(w)
 
 
 class Either:

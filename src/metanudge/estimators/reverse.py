@@ -64,7 +64,7 @@ def there_and_back(
         if update.rates is not None:
             update.rates.accumulate(total.gradient, step, back.by_rate, 1 / total.num_tasks)
         hw = products(inner, point.d, w, step, update.batch_size)
-        by_shared = {n: hw.pop(n) for n in problem.shared}
+        by_shared = {n: hw.pop(n) for n in problem.shared if n in hw}
         quantity = f"Hessian product of inner step {step}, on the way back,"
         total.check(inner.places, quantity, norm(hw))
         if problem.learns_theta:

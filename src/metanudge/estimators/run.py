@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 
 from metanudge.engines import Engine
+from metanudge.engines.packed import PackedParams, names_to_pack, zeros
 from metanudge.engines.stacked import MetaStep, Recorder
 from metanudge.estimators.base import Estimator
 from metanudge.estimators.total import MetaGradient, Stats
@@ -115,7 +116,9 @@ def meta_gradient(
     check(problem, tasks, solver=solver, estimator=estimator, engine=engine)
 
     def compute(tasks: TaskBatch) -> MetaGradient:
-        total = MetaGradient(problem, len(tasks), metrics=metrics, seed=seed)
+        total = MetaGradient(
+            problem, len(tasks), metrics=metrics, seed=seed, gradient=_zero(problem, engine)
+        )
         with engine.session(
             problem, tasks, width=estimator.width, seed=seed, cost=total.cost, first=first
         ) as groups:
@@ -134,8 +137,19 @@ def meta_gradient(
         step = MetaStep(problem, solver, estimator, engine, metrics, first, repeats)
         total = recorder.run(step, tasks, compute)
     stats = total.finish(engine.name, partial(advice_on, problem, solver))
-    meta = problem.meta_parameters
-    return {n: whole(leaf, meta[n]) for n, leaf in total.gradient.items()}, stats
+    meta, found = problem.meta_parameters, total.gradient
+    if isinstance(found, PackedParams):  # let go of each when it is opened
+        return {n: whole(found.pop(n), meta[n]) for n in list(found)}, stats
+    return {n: whole(leaf, meta[n]) for n, leaf in found.items()}, stats
+
+
+def _zero(problem: Problem, engine: Engine) -> Params:
+    """A meta-gradient of zero; in place that of large 16-bit parameters is packed."""
+    if engine.name == "inplace":
+        names = names_to_pack({**problem.parameters, **problem.shared})
+        if names:
+            return zeros(problem.meta_parameters, names)
+    return problem.zero_gradient()
 
 
 def advice_on(problem: Problem, solver: Solver) -> str:

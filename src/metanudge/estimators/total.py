@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metanudge.engines import Cost, Inner, Measured
+from metanudge.engines.packed import Packed, PackedParams, add
 from metanudge.html_table import html_table
 from metanudge.params import Params, combined, condensed, joined
 from metanudge.problem import TwoLevels
@@ -123,8 +124,16 @@ class _Check:
 class MetaGradient:
     """A meta-gradient being summed up over groups of tasks, with what is known about the solves."""
 
-    def __init__(self, problem: TwoLevels, num_tasks: int, *, metrics: bool, seed: int = 0) -> None:
-        self.gradient = problem.zero_gradient()
+    def __init__(
+        self,
+        problem: TwoLevels,
+        num_tasks: int,
+        *,
+        metrics: bool,
+        seed: int = 0,
+        gradient: Params | None = None,
+    ) -> None:
+        self.gradient = problem.zero_gradient() if gradient is None else gradient
         self.num_tasks = num_tasks
         self.metrics = metrics
         self.seed = seed
@@ -146,7 +155,9 @@ class MetaGradient:
         if not rows:
             return
         with torch.no_grad():
-            rows, weights = condensed(rows, weights)
+            rows, weights = self._add_packed(*condensed(rows, weights), scale)
+            if not rows:
+                return
             if scale is None and all(leaf.shape[0] == 1 for leaf in rows.values()):
                 weight = weights if isinstance(weights, (int, float)) else weights[0]
                 targets = [self.gradient[name] for name in rows]
@@ -164,6 +175,24 @@ class MetaGradient:
                     self.gradient[name].add_(row, alpha=weight / self.num_tasks)
                 else:
                     self.gradient[name].addcmul_(row, factor, value=weight / self.num_tasks)
+
+    def _add_packed(
+        self, rows: Params, weights: float | Sequence[float], scale: Params | None
+    ) -> tuple[Params, float | Sequence[float]]:
+        """The same where the sum is packed; what is left to do."""
+        if not isinstance(self.gradient, PackedParams):
+            return rows, weights
+        weight = weights if isinstance(weights, (int, float)) else weights[0]
+        given = rows.packed if isinstance(rows, PackedParams) else {}
+        left = {}
+        for name in rows:
+            total = self.gradient.packed.get(name)
+            if total is None:
+                left[name] = rows[name]
+                continue
+            row: Tensor | Packed = given[name] if name in given else rows[name][0]
+            add(total, row, weight / self.num_tasks, None if scale is None else scale[name])
+        return left, weights
 
     def check(self, places: tuple[int, ...], quantity: str, values: Tensor, hint: str = "") -> None:
         """Remember values that must be finite: `(steps, rows)`, or `(rows,)` for something outside
@@ -221,7 +250,12 @@ class MetaGradient:
 
     def seal(self) -> None:
         """Nothing more will be added: have the device put together what `finish` wants to know."""
-        norms = torch._foreach_norm(list(self.gradient.values()))
+        leaves = self.gradient.values()
+        norms: Sequence[Tensor] = (
+            [torch.linalg.vector_norm(leaf) for leaf in leaves]
+            if isinstance(self.gradient, PackedParams)
+            else torch._foreach_norm(list(leaves))
+        )
         self._sums["gradient_norm"] = joined(dict(zip(self.gradient, norms, strict=True))).double()
         fine = [torch.isfinite(check.values).all().double() for check in self._checks]
         self._sealed = torch.stack([*fine, *self._sums.values()])

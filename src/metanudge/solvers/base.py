@@ -65,6 +65,11 @@ class Descends(Protocol):
     hold the whole of it.
     """
 
+    def begin(self, start: Params | None) -> Params:
+        """Where to begin, in the form that `descend` overwrites: at `start`, which is used up, or
+        at d = 0.
+        """
+
     def descend(
         self, d: Params, lr: float, step: int = 0, batch_size: int | None = None
     ) -> tuple[Tensor, Tensor]:

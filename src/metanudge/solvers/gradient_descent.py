@@ -93,7 +93,7 @@ class GradientDescent:
         """Minimise from `start` (default: d = 0)."""
         if self.tol is not None or not isinstance(oracle, Descends):
             return iterate(self, oracle, start)
-        d = oracle.zeros() if start is None else start
+        d = oracle.begin(start)
         trace = Trace(oracle)
         for step in range(self.steps):
             trace.note(*oracle.descend(d, self.rate, step, self.batch_size))

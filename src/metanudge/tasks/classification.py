@@ -18,7 +18,15 @@ from torch import Tensor
 
 from metanudge.task import Batch, TaskBatch
 from metanudge.tasks.draws import Keys, choose, fork
-from metanudge.tasks.episodes import SPLITS, Episodes, Split, Stream, check_split
+from metanudge.tasks.episodes import (
+    SPLITS,
+    Count,
+    Episodes,
+    Split,
+    Stream,
+    as_indices,
+    check_split,
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ class ClassEpisodes(Episodes):
     Args:
         examples: all inputs, shape `(num_examples, *input_shape)`.
         pools: the classes of each split; a split without a pool has no tasks.
-        ways, shots, queries, seed, device, dtype: see `Episodes`.
+        ways, shots, queries, stream: see `Episodes`.
     """
 
     kind: ClassVar[Literal["classification", "regression"]] = "classification"
@@ -97,16 +105,16 @@ class ClassEpisodes(Episodes):
         examples: Tensor,
         pools: Mapping[Split, Pool],
         *,
-        ways: int,
-        shots: int,
+        ways: Count,
+        shots: Count,
         queries: int,
         **stream: Unpack[Stream],
     ) -> None:
         super().__init__(ways=ways, shots=shots, queries=queries, **stream)
-        if self.ways == 1:
+        if self.spans["ways"][0] == 1:
             raise ValueError(
-                "ways=1 makes tasks of one class, in which there is nothing to tell apart. Use 2 or"
-                " more ways."
+                f"ways={ways} makes tasks of one class, in which there is nothing to tell apart."
+                " Use 2 or more ways."
             )
         dtype = self.dtype if examples.is_floating_point() else None
         self._examples = examples.to(self.device, dtype)
@@ -146,8 +154,13 @@ class ClassEpisodes(Episodes):
             >>> [animals[int(row)] for row in source.task(3).support[0]] == list(names)
             True
         """
-        drawn = self._classes(self._keys(indices, split), split)
-        return [tuple(self._pools[split].names[c] for c in classes) for classes in drawn]
+        numbers = as_indices(indices)
+        found: list[tuple[str, ...]] = [()] * len(numbers)
+        for places, source in self._by_size(numbers, split):
+            drawn = source._classes(self._keys(numbers[places], split), split)
+            for place, classes in zip(places, drawn, strict=True):
+                found[place] = tuple(self._pools[split].names[c] for c in classes)
+        return found
 
     def episode_rows(self, indices: Iterable[int], split: Split = "train") -> NDArray[np.int64]:
         """Which examples the episodes are made of, as row numbers of the data: `(num_tasks, ways,

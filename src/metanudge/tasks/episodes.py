@@ -21,10 +21,15 @@ from torch import Tensor
 
 from metanudge.names import near
 from metanudge.task import Batch, Task, TaskBatch
-from metanudge.tasks.draws import Keys, episode_keys, root_key
+from metanudge.tasks.draws import Keys, episode_keys, root_key, uniform
+from metanudge.tasks.support import carrying
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+Count = int | tuple[int, int]
+"""How many; of (least, most) any number in between, anew for other tasks."""
+_WHY = "A task needs at least one class, one support and one query example."
+_SIZES = len(SPLITS) + 1  # random streams of their own, next to those of splits and their classes
 
 
 class Stream(TypedDict, total=False):
@@ -33,13 +38,14 @@ class Stream(TypedDict, total=False):
     seed: int
     device: torch.device | str
     dtype: torch.dtype
+    alike: int
 
 
 class Sizes(Stream, total=False):
     """The same with the size of a task."""
 
-    ways: int
-    shots: int
+    ways: Count
+    shots: Count
     queries: int
 
 
@@ -70,12 +76,19 @@ class Episodes(ABC):
     there and nowhere else.
 
     Args:
-        ways: classes per task (1 for regression).
-        shots: support examples per class.
+        ways: classes per task (1 for regression), or the least and the most of them: each is as
+            likely.
+        shots: support examples per class, or the least and the most.
         queries: query examples per class.
         seed: another seed is another stream of tasks; 0 ≤ seed < 2⁶⁴.
         device: where the tensors of a task live.
         dtype: floating dtype of the inputs.
+        alike: so many tasks one after the other have as many ways and shots, so that they stack:
+            those of a meta-batch.
+
+    Attributes:
+        ways, shots: where they vary, the most.
+        spans: the least and the most of both.
 
     Example:
         >>> from metanudge.tasks import Sinusoid
@@ -100,17 +113,19 @@ class Episodes(ABC):
     def __init__(
         self,
         *,
-        ways: int,
-        shots: int,
+        ways: Count,
+        shots: Count,
         queries: int,
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        alike: int = 16,
     ) -> None:
-        why = "A task needs at least one class, one support and one query example."
-        self.ways = check_count("ways", ways, why=why)
-        self.shots = check_count("shots", shots, why=why)
-        self.queries = check_count("queries", queries, why=why)
+        self.spans = {"ways": check_span("ways", ways), "shots": check_span("shots", shots)}
+        self.ways, self.shots = (most for _, most in self.spans.values())
+        self.queries = check_count("queries", queries, why=_WHY)
+        self.alike = check_count("alike", alike, why="A size is of at least one task.")
+        self._with_support = False
         if not _is_integer(seed) or not 0 <= seed < 1 << 64:
             raise ValueError(
                 f"seed={seed!r} cannot number a stream of tasks. Use an integer from 0 to 2**64"
@@ -155,8 +170,11 @@ class Episodes(ABC):
     def sizes(self) -> str:
         """What a task is made of, in a few words."""
         if self.kind == "classification":
-            return f"{self.ways}-way {self.shots}-shot, {self.queries} queries"
-        return f"regression, {self.shots} support and {self.queries} query points"
+            return f"{self._span('ways')}-way {self._span('shots')}-shot, {self.queries} queries"
+        return f"regression, {self._span('shots')} support and {self.queries} query points"
+
+    def _span(self, name: str) -> str:
+        return "-".join(str(count) for count in dict.fromkeys(self.spans[name]))
 
     def fingerprint(self) -> str | None:
         """Hex sha256 of the files that the tasks are drawn from; None where they are generated or
@@ -197,8 +215,38 @@ class Episodes(ABC):
             >>> len(Sinusoid().batch(range(10, 14)))
             4
         """
-        drawn = self.draw(self._keys(indices, split), split)
-        return drawn if isinstance(drawn, TaskBatch) else TaskBatch(*drawn)
+        numbers = as_indices(indices)
+        tasks: dict[int, Task] = {}
+        for places, source in self._by_size(numbers, split):
+            drawn = source.draw(self._keys(numbers[places], split), split)
+            batch = drawn if isinstance(drawn, TaskBatch) else TaskBatch(*drawn)
+            if len(places) == len(numbers):
+                return self._handed_out(batch)
+            tasks |= zip(places.tolist(), batch, strict=True)
+        return self._handed_out(TaskBatch.of([tasks[place] for place in range(len(numbers))]))
+
+    def _handed_out(self, batch: TaskBatch) -> TaskBatch:
+        return carrying(batch) if self._with_support else batch
+
+    def _by_size(
+        self, numbers: NDArray[np.int64], split: Split
+    ) -> list[tuple[NDArray[np.int64], Self]]:
+        """The places of the episodes of one size, and a source that draws that size; for all sizes
+        among these episodes.
+        """
+        check_split(split)
+        low, high = np.array(list(self.spans.values())).T
+        if (low == high).all():
+            return [(np.arange(len(numbers)), self)]
+        root = root_key(self.seed, _SIZES + SPLITS.index(split))
+        drawn = uniform(episode_keys(root, numbers // self.alike), 2)
+        sizes = low + (drawn * (high - low + 1)).astype(np.int64)
+        found = []
+        for ways, shots in np.unique(sizes, axis=0).tolist():
+            one = copy.copy(self)
+            one.ways, one.shots = ways, shots
+            found.append((np.flatnonzero((sizes == (ways, shots)).all(axis=1)), one))
+        return found
 
     def task(self, index: int, split: Split = "train") -> Task:
         """One episode."""
@@ -247,6 +295,19 @@ class Episodes(ABC):
                 setattr(moved, name, value.to(device))
         return moved
 
+    def with_support(self) -> Self:
+        """The same stream of tasks in batches that carry the support set; see
+        `metanudge.tasks.with_support`.
+        """
+        if self.kind != "classification":
+            raise ValueError(
+                f"The tasks of this {type(self).__name__} are regression, but prototypes are means"
+                " of classes. A regression needs a head of its own."
+            )
+        carries = copy.copy(self)
+        carries._with_support = True
+        return carries
+
     def _keys(self, indices: Iterable[int], split: Split) -> Keys:
         """The key of each episode, from which everything about it is drawn."""
         check_split(split)
@@ -254,8 +315,8 @@ class Episodes(ABC):
 
     def __repr__(self) -> str:
         sizes = [len(self.classes(split)) for split in SPLITS]
-        parts = [f"ways={self.ways}"] if any(sizes) else []
-        parts += [f"shots={self.shots}", f"queries={self.queries}", f"seed={self.seed}"]
+        parts = [f"ways={self._span('ways')}"] if any(sizes) else []
+        parts += [f"shots={self._span('shots')}", f"queries={self.queries}", f"seed={self.seed}"]
         parts += [f"input_shape={self.input_shape}"]
         parts += ["classes=" + "/".join(map(str, sizes))] if any(sizes) else []
         return f"{type(self).__name__}({', '.join(parts)}, device={str(self.device)!r})"
@@ -266,6 +327,22 @@ def check_count(name: str, value: int, *, why: str) -> int:
     if not _is_integer(value) or value < 1:
         raise ValueError(f"{name}={value!r} is not a positive integer. {why}")
     return int(value)
+
+
+def check_span(name: str, value: Count) -> tuple[int, int]:
+    """The least and the most; raises `ValueError` unless they are positive integers in this order.
+
+    Example:
+        >>> check_span("ways", 5), check_span("ways", (3, 10))
+        ((5, 5), (3, 10))
+    """
+    pair = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
+    least, most = (check_count(name, one, why=_WHY) for one in pair)
+    if least > most:
+        raise ValueError(
+            f"{name}={value!r} runs backwards. Give the least first: ({most}, {least})."
+        )
+    return least, most
 
 
 def _is_integer(value: object) -> bool:

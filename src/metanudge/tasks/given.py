@@ -77,12 +77,16 @@ class Given(Episodes):
         divided = split_classes(read.names, splits, seed=split_seed, what=("task", "tasks"))
         self._pools = {split: np.array(found, dtype=np.int64) for split, found in divided.items()}
         train = [part.rows for task in self._pools["train"] for part in read.parts[task]]
-        if not train:
+        known = standardise is False or (
+            isinstance(standardise, Standardisation)
+            and (target_scale is not None or self.kind == "classification")
+        )
+        if not train and not known:
             raise ValueError(
                 f"None of the {len(read.names)} tasks is for training. Give more tasks, or others"
                 " in splits."
             )
-        rows = np.concatenate(train)
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *train])
         x, self.standardisation = _standardised(read.x, rows, standardise)
         y, self.target_scale = read.y, target_scale
         if self.kind == "regression":
@@ -171,8 +175,10 @@ class Given(Episodes):
         check_split(split)
         return tuple(self.names[number] for number in self._pools[split])
 
-    def pooled(self, count: int) -> TaskBatch:
-        """The first training tasks, all of their rows."""
+    def pooled(self, count: int) -> TaskBatch | None:
+        """The first training tasks, all of their rows; None where there are none."""
+        if not self.num_tasks("train"):
+            return None
         numbers = self._pool("train")[:count]
         keys = self._keys(range(len(numbers)), "train")
         return self._episodes(numbers, keys, whole=True)
@@ -203,7 +209,8 @@ class Given(Episodes):
             return super().batch(indices, split)
         numbers = as_indices(indices)
         pool = self._pool(split)
-        return self._episodes(pool[numbers % len(pool)], self._keys(numbers, split), whole=True)
+        keys = self._keys(numbers, split)
+        return self._handed_out(self._episodes(pool[numbers % len(pool)], keys, whole=True))
 
     def draw(self, keys: Keys, split: Split) -> TaskBatch:
         """Tasks of a split, each drawn at random."""
@@ -269,7 +276,7 @@ def _sizes(parts: Sequence[Part]) -> tuple[int, int]:
 
 def _common(sizes: NDArray[np.int64]) -> bool:
     """Whether all sizes are the same."""
-    return bool((sizes == sizes[0]).all())
+    return bool((sizes == sizes[:1]).all())
 
 
 def _rounded(size: int) -> int:

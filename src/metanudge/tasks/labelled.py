@@ -15,7 +15,7 @@ from torch import Tensor
 
 from metanudge.tasks.class_splits import FRACTIONS, Splits, split_classes
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import Sizes, Split, Stream
+from metanudge.tasks.episodes import Count, Sizes, Split, Stream, check_span
 from metanudge.tasks.read_csv import read_csv
 from metanudge.tasks.read_dataset import read_dataset
 from metanudge.tasks.read_folder import ImageSize, read_folder
@@ -68,8 +68,8 @@ class Labelled(ClassEpisodes):
         x: Tensor | ArrayLike,
         y: Tensor | Sequence[Any] | NDArray[Any],
         *,
-        ways: int = 5,
-        shots: int = 1,
+        ways: Count = 5,
+        shots: Count = 1,
         queries: int = 15,
         splits: Splits = FRACTIONS,
         split_seed: int = 0,
@@ -85,7 +85,8 @@ class Labelled(ClassEpisodes):
         self.columns: tuple[str, ...] | None = None
         self._fingerprint: str | None = None
         if drop_small:
-            pools = {split: pool.without_small(shots + queries) for split, pool in pools.items()}
+            needed = check_span("shots", shots)[1] + queries
+            pools = {split: pool.without_small(needed) for split, pool in pools.items()}
         super().__init__(examples, pools, ways=ways, shots=shots, queries=queries, **stream)
         _check_range(self._examples, examples)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from metanudge.tasks.cache import cache_folder, load_arrays, save_arrays
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import SPLITS, About, Stream
+from metanudge.tasks.episodes import SPLITS, About, Count, Stream
 from metanudge.tasks.mnist1d_recipe import LENGTH, NUM_CLASSES, MNIST1DArrays, generate
 
 _NAMES = tuple(str(digit) for digit in range(NUM_CLASSES))
@@ -58,8 +58,8 @@ class MNIST1D(ClassEpisodes):
 
     def __init__(
         self,
-        ways: int = 3,
-        shots: int = 5,
+        ways: Count = 3,
+        shots: Count = 5,
         queries: int = 10,
         *,
         num_samples: int = 12000,

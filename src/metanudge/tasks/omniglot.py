@@ -16,7 +16,7 @@ import torch
 
 from metanudge.names import near
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import SPLITS, About, Split, Stream
+from metanudge.tasks.episodes import SPLITS, About, Count, Split, Stream
 from metanudge.tasks.omniglot_files import DRAWERS, find_files, load_omniglot, verify_file
 
 _RANDOM_SIZES = {"train": 1100, "val": 100, "test": 423}
@@ -60,8 +60,8 @@ class Omniglot(ClassEpisodes):
 
     def __init__(
         self,
-        ways: int = 5,
-        shots: int = 1,
+        ways: Count = 5,
+        shots: Count = 1,
         queries: int = 15,
         *,
         root: str | os.PathLike[str] | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metanudge.task import Batch
 from metanudge.tasks.draws import Keys, fork, normal, uniform
-from metanudge.tasks.episodes import About, Episodes, Split, Stream
+from metanudge.tasks.episodes import About, Count, Episodes, Split, Stream
 
 
 class Sinusoid(Episodes):
@@ -43,7 +43,7 @@ class Sinusoid(Episodes):
 
     def __init__(
         self,
-        shots: int = 10,
+        shots: Count = 10,
         queries: int = 10,
         *,
         noise: float = 0.0,

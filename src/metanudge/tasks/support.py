@@ -13,6 +13,8 @@ def with_support(tasks: TaskBatch, *, most: int = 64) -> TaskBatch:
         tasks: classification tasks; inputs may be mappings.
         most: of the head; more classes are refused.
 
+    `source.with_support()` gives all tasks of a source in this way.
+
     Example:
         >>> from metanudge.tasks import MNIST1D
         >>> source = MNIST1D(ways=3, shots=2, queries=5, num_samples=2000, cache=False)
@@ -21,9 +23,8 @@ def with_support(tasks: TaskBatch, *, most: int = 64) -> TaskBatch:
         (6, 6, 15, 15)
     """
 
-    def changed(support: Batch, query: Batch) -> tuple[Batch, Batch]:
-        (x_s, y_s), (x_q, y_q) = support, query
-        for labels in tensors((y_s, y_q)):
+    for stack in tasks.stacks:
+        for labels in tensors((stack.support[1], stack.query[1])):
             if labels.is_floating_point() or labels.is_complex():
                 raise TypeError(
                     f"The targets are {labels.dtype}, but prototypes are means of classes. Give"
@@ -35,6 +36,14 @@ def with_support(tasks: TaskBatch, *, most: int = 64) -> TaskBatch:
                     f" most={most}: 0 to {most - 1}. Build Prototypes and call with_support with a"
                     " larger most, or draw tasks of fewer ways."
                 )
+    return carrying(tasks)
+
+
+def carrying(tasks: TaskBatch) -> TaskBatch:
+    """The same for tasks whose labels are known to be good: nothing looks at their values."""
+
+    def changed(support: Batch, query: Batch) -> tuple[Batch, Batch]:
+        (x_s, y_s), (x_q, y_q) = support, query
         return ((x_s, y_s), y_s), (QueryInputs(x_s, y_s, x_q), y_q)
 
     return tasks.rearranged(changed)

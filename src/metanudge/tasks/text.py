@@ -19,7 +19,7 @@ from metanudge.tasks.class_splits import FRACTIONS, Splits
 from metanudge.tasks.classification import ClassEpisodes
 from metanudge.tasks.draws import Keys
 from metanudge.tasks.encoder import encode
-from metanudge.tasks.episodes import Sizes, Split, Stream, check_count
+from metanudge.tasks.episodes import Count, Sizes, Split, Stream, check_count, check_span
 from metanudge.tasks.labelled import Labelled, class_pools
 from metanudge.tasks.read_texts import read_texts
 from metanudge.tasks.standardise import Standardisation
@@ -108,8 +108,8 @@ class Text(ClassEpisodes):
         tokenizer: str | Tokenizer = "bytes",
         max_length: int | None = None,
         fetch: bool = False,
-        ways: int = 5,
-        shots: int = 1,
+        ways: Count = 5,
+        shots: Count = 1,
         queries: int = 15,
         splits: Splits = FRACTIONS,
         split_seed: int = 0,
@@ -119,7 +119,8 @@ class Text(ClassEpisodes):
         check_texts(texts)
         pools = class_pools(labels, len(texts), splits, split_seed)
         if drop_small:
-            pools = {split: pool.without_small(shots + queries) for split, pool in pools.items()}
+            needed = check_span("shots", shots)[1] + queries
+            pools = {split: pool.without_small(needed) for split, pool in pools.items()}
         found = find_tokenizer(tokenizer, fetch=fetch)
         limit = max_length or found.longest or _LONGEST
         check_count("max_length", limit, why="A text needs at least one token.")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tyro
 
 from metanudge.training.device import Precision
-from metanudge.training.errors import UserError, check_text
+from metanudge.training.errors import UserError, check_count, check_text, check_ways
 from metanudge.training.files import SEAL, is_intact, read_text, seal
 from metanudge.training.upgrade import parsed, settings, upgrade
 from metanudge.version import __version__
@@ -35,6 +35,7 @@ LearnLr = Literal[
     "none", "scalar", "tensor", "parameter", "step",
     "signed-scalar", "signed-tensor", "signed-parameter", "signed-step",
 ]  # fmt: skip
+Head = Literal["fixed", "prototypes"]
 TaskType = Literal["auto", "classification", "regression"]
 Baselines = Literal["all", "none"]
 GIVEN = ("task_column", "target", "support", "split_column", "time_column", "task_type")
@@ -63,11 +64,13 @@ class TrainConfig:
     a folder with one table a task and --target.
     """
 
-    ways: int | None = None
-    """Classes per task. None: the data set's own default."""
+    ways: int | str | None = None
+    """Classes per task, or a range such as 3-10, drawn anew for every meta-step (with --head
+    prototypes). None: the data set's own default.
+    """
 
-    shots: int | None = None
-    """Support examples per class. None: the data set's own default."""
+    shots: int | str | None = None
+    """Support examples per class, or a range such as 1-5. None: the data set's own default."""
 
     queries: int | None = None
     """Query examples per class. None: the data set's own default."""
@@ -112,6 +115,11 @@ class TrainConfig:
     model: str = "auto"
     """auto, conv1d, conv4, mlp, text or transformer with options (conv4:channels=32), a text
     classifier as hf:FOLDER or hf:NAME, or your own as module:attribute.
+    """
+
+    head: Head = "fixed"
+    """fixed: the model's last layer, for as many classes as --ways. prototypes: one made from the
+    support set, so that the run can be used with any number of classes.
     """
 
     peft: str = "none"
@@ -233,11 +241,8 @@ class TrainConfig:
         for name, value in self.to_dict().items():
             check_text(flag(name), value)
         for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{flag(name)} {value} is too small. Use {least} or more.")
-            if value is not None and value >= 1 << 63:
-                raise UserError(f"{flag(name)} {value} is too large. Use a number below 2**63.")
+            check_count(flag(name), getattr(self, name), least)
+        check_ways(self.ways, self.head)
         if not 0 <= self.lam < math.inf:
             raise UserError(
                 f"--lam {self.lam} is not a positive number. It ties a task to the initialisation;"

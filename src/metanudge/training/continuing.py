@@ -93,7 +93,10 @@ def check_unchanged(plan: Plan, config: TrainConfig, source: Episodes) -> TrainC
     where more has changed.
     """
     assert plan.saved is not None
-    changed = dataclasses.replace(resolve(plan.saved, source), out=config.out).differences(config)
+    sizes = ("ways", "shots", "queries")  # the source has those that are asked for now
+    kept: dict[str, Any] = {n: size for n in sizes if (size := getattr(plan.saved, n)) is not None}
+    saved = dataclasses.replace(resolve(plan.saved, source), out=config.out, **kept)
+    changed = saved.differences(config)
     fixed = [
         name
         for name in changed

@@ -173,9 +173,9 @@ def make_trainer(
     return trainer
 
 
-def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None:
+def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> str | None:
     """One task through the learner before anything is written: a model that does not fit the data
-    fails here.
+    fails here. Returns how `MAML` multiplied with Hessians, where that is the estimator.
     """
     batch = source.batch([0])
     inputs, _ = batch[0].query
@@ -197,9 +197,9 @@ def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> None
         )
     tuner, learner.tuner = learner.tuner, NuTuner()  # the run chooses a ν on tasks of its own
     try:
-        learner.meta_gradient(batch, seed=0)
+        return learner.meta_gradient(batch, seed=0)[1].products
     except (NonFiniteError, torch.OutOfMemoryError):
-        pass  # the training loop deals with these
+        return None  # the training loop deals with these
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise UserError(str(error)) from error
     finally:

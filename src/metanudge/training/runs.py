@@ -22,22 +22,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from metanudge.learner import MetaLearner
-from metanudge.tasks import Episodes
+from metanudge.models import Prototypes
+from metanudge.tasks import SOURCES, Episodes
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig
 from metanudge.training.data import DataShapes
 from metanudge.training.device import computing_in
-from metanudge.training.errors import UserError
-from metanudge.training.loop import load_weights
+from metanudge.training.errors import UserError, count
+from metanudge.training.loop import load_weights, weights_of
 from metanudge.training.sources import (
     build_learner,
     build_source,
     check_splits,
+    find_data,
     resolve,
 )
+from metanudge.training.spec_language import normal, split_options
+from metanudge.training.specs import options_of
 from metanudge.training.trust import check_trust
 from metanudge.training.upgrade import upgrade
 
@@ -71,6 +75,66 @@ class Run:
         """The episodes the run was trained on; read when first asked for."""
         device = next(self.learner.parameters()).device
         return build_source(self.config, device=device, remembered=self.shapes)
+
+    def for_ways(self, ways: int) -> Self:
+        """The same learner for tasks of this number of classes; `UserError` where its last layer is
+        fixed.
+        """
+        model = self.learner.model
+        known = model.most if isinstance(model, Prototypes) else self.shapes.num_outputs
+        if ways == known:
+            return self
+        if not isinstance(model, Prototypes):
+            raise UserError(
+                f"{self.folder} was trained for {known} ways, and its last layer has as many"
+                f" outputs: it cannot tell {ways} classes apart. Use {known}, or train a run with"
+                f" --ways {ways}, or one for any number of classes: --head prototypes."
+            )
+        if ways < 2:
+            raise UserError(f"{ways} way leaves nothing to tell apart. Use 2 or more.")
+        learner = build_learner(self.config, self.shapes, ways=ways)
+        # rows of the head that training has not seen are as they begin: 0
+        weights, own = weights_of(learner), weights_of(self.learner)
+        for part, tensors in weights.items():
+            for name, tensor in tensors.items():
+                rows = ... if tensor.shape == own[part][name].shape else slice(min(ways, known))
+                tensor[rows] = own[part][name][rows]
+        return dataclasses.replace(self, learner=learner)
+
+    def elsewhere(
+        self,
+        *,
+        data: str | None = None,
+        ways: int | str | None = None,
+        shots: int | str | None = None,
+        queries: int | None = None,
+    ) -> Self:
+        """The same learner with tasks of other sizes, or of other data of the same kind, all of
+        whose classes (given tasks: all tasks) are in the test split; None: as in training.
+        """
+        sizes = {"ways": ways, "shots": shots, "queries": queries}
+        given: dict[str, Any] = {n: value for n, value in sizes.items() if value is not None}
+        config = dataclasses.replace(self.config, **given)
+        config.check()
+        run = self
+        changing = self.shapes.kind == "classification" and not self.shapes.labels
+        if changing and (most := count("--ways", ways)) is not None:
+            run = self.for_ways(most if isinstance(most, int) else most[1])
+        if data is not None:
+            config = dataclasses.replace(config, data=data)
+            config = dataclasses.replace(config, data_options=_as_test_data(self, config))
+        run = dataclasses.replace(run, config=config)
+        found = DataShapes.of(run.source)
+        of_tokens = found.form is not None and not found.form.encoder
+        for what in ("labels",) if of_tokens else ("input_shape", "labels"):
+            was, now = getattr(self.shapes, what), getattr(found, what)
+            if was != now:
+                named = {"input_shape": "examples of shape", "labels": "the classes"}[what]
+                raise UserError(
+                    f"--data {data} has {named} {now}, but {self.folder} was trained on {was}. Give"
+                    " data of the same kind."
+                )
+        return run
 
     def precision(self) -> Any:
         """A context in which the learner computes as it did in training."""
@@ -122,6 +186,23 @@ def load(
     learner = build_learner(config, shapes)
     load_weights(learner, state)
     return Run(folder, config, learner, state, shapes)
+
+
+def _as_test_data(run: Run, config: TrainConfig) -> str:
+    """The run's data options that the data of another configuration have, too, with all of their
+    classes for testing.
+    """
+    if {run.config.data, normal(config.data)} & SOURCES.keys() and run.config.data != config.data:
+        raise UserError(
+            f"--data {config.data} is not of the kind that {run.folder} was trained on,"
+            f" {run.config.data}. Give data of the same kind."
+        )
+    if config.data in SOURCES:
+        return config.data_options
+    declared = options_of(find_data(config).make)
+    options = split_options(config.data_options, "--data-options")
+    kept = {n: o for n, o in options.items() if n in declared and not n.startswith("split")}
+    return ",".join(f"{name}={text}" for name, text in {**kept, "splits": "(0,0,1)"}.items())
 
 
 def read_config(folder: Path, *, trust: bool = False, but: Collection[str] = ()) -> TrainConfig:

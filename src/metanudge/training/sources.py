@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, Literal, cast
 
@@ -10,16 +11,17 @@ import torch
 from metanudge.engines.randomness import mix
 from metanudge.estimators.run import check_learnable
 from metanudge.learner import MetaLearner
+from metanudge.models import Prototypes
 from metanudge.problem import UnmatchedPattern
 from metanudge.rates import InnerRates, RatePer
 from metanudge.solvers import GradientDescent
 from metanudge.tasks import SOURCES, EncodedText, Episodes, Given, Text
 from metanudge.tasks.omniglot_files import DownloadError
 from metanudge.training import specs
-from metanudge.training.config import GIVEN, TEXT, LearnLr, TrainConfig
+from metanudge.training.config import GIVEN, TEXT, LearnLr, TrainConfig, flag
 from metanudge.training.data import Data, DataShapes
 from metanudge.training.device import device_called
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, count, spelled
 from metanudge.training.hf_models import build_classifier, with_adapters
 from metanudge.training.own_data import given_tasks, own_data
 from metanudge.training.spec_language import Spec, known, normal
@@ -63,12 +65,23 @@ def build_source(
             f"--ways {config.ways}: {data.what} tasks are regression and have no classes. Leave"
             " --ways out."
         )
-    sizes = {"ways": config.ways, "shots": config.shots, "queries": config.queries}
+    sizes = {name: count(flag(name), getattr(config, name)) for name in ("ways", "shots")}
+    sizes["queries"] = config.queries
     options |= {name: size for name, size in sizes.items() if size is not None}
+    if any(isinstance(size, tuple) for size in sizes.values()):
+        options["alike"] = config.tasks
     place = device if device is not None else device_called(config.device)
     dtype = getattr(torch, config.dtype)
     try:
-        return data.make(**options, seed=config.seed, device=place, dtype=dtype)
+        source = data.make(**options, seed=config.seed, device=place, dtype=dtype)
+        if config.head == "fixed":
+            return source
+        if isinstance(source, Given):
+            raise ValueError(
+                "--head prototypes is for tasks of changing classes, and the classes of given tasks"
+                " mean the same in all of them. Leave --head out."
+            )
+        return source.with_support()
     except (TypeError, ValueError) as error:
         raise UserError(f"{config.data}: {error}") from error
     except OSError as error:
@@ -102,10 +115,13 @@ def check_splits(config: TrainConfig, source: Episodes) -> None:
 # The learner
 
 
-def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
+def build_learner(config: TrainConfig, shapes: Shapes, *, ways: int | None = None) -> MetaLearner:
     """The learner that a configuration describes, with its initial weights, on its device.
 
-    `shapes` is an episode source, or anything else that says what the tasks look like.
+    Args:
+        config: of the run.
+        shapes: an episode source, or anything else that says what the tasks look like.
+        ways: for how many classes a head of prototypes is made, if not those of the shapes.
     """
     device = device_called(config.device)
     solver, estimator = (
@@ -119,6 +135,8 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
         model = build(config.model, shapes)
         if config.peft != "none":
             model = with_adapters(model, config.peft)
+        if config.head == "prototypes":
+            model = _with_prototypes(model, config, ways or shapes.num_outputs)
     model = model.to(device, getattr(torch, config.dtype)).train()
     loss = (
         torch.nn.functional.cross_entropy
@@ -149,6 +167,17 @@ def build_learner(config: TrainConfig, shapes: Shapes) -> MetaLearner:
     return learner
 
 
+def _with_prototypes(model: torch.nn.Module, config: TrainConfig, ways: int) -> torch.nn.Module:
+    try:
+        # a copy: a module of the user's own keeps its head
+        return Prototypes(copy.deepcopy(model), most=ways)
+    except ValueError as error:
+        raise UserError(
+            f"--head prototypes takes the place of a linear layer called head, and --model"
+            f" {config.model} has none. Use one that has, or --head fixed."
+        ) from error
+
+
 def _inner_rates(word: LearnLr) -> InnerRates | None:
     if word == "none":
         return None
@@ -166,8 +195,9 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
         support = config.support or (None if config.split_column else 0.5)
         sizes: dict[str, Any] = {"support": support, "task_type": source.kind}
     else:
-        ways = source.ways if source.kind == "classification" else None
-        sizes = {"ways": ways, "shots": source.shots, "queries": source.queries}
+        ways = spelled(*source.spans["ways"]) if source.kind == "classification" else None
+        shots = spelled(*source.spans["shots"])
+        sizes = {"ways": ways, "shots": shots, "queries": source.queries}
     if isinstance(source, (Text, EncodedText)):
         form = source.form
         sizes |= {"tokenizer": form.tokenizer or None, "encoder": form.encoder or None}

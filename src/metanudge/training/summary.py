@@ -41,11 +41,21 @@ from metanudge.training.sources import build_learner
 from metanudge.training.specs import is_made
 from metanudge.version import __version__
 
+_PRODUCTS = {
+    "unrolled": ", differentiated through all steps at once",
+    "autograd": ", differentiated step by step",
+    "difference": ", differentiated by differences of gradients",
+}
+
 
 def facts(
-    config: TrainConfig, source: Episodes, learner: MetaLearner, group: Group
+    config: TrainConfig,
+    source: Episodes,
+    learner: MetaLearner,
+    group: Group,
+    products: str | None,
 ) -> list[tuple[str, str]]:
-    """What is being trained, how and on what."""
+    """What is being trained, how and on what; `products` as in `Stats`."""
     device, own = learner.problem().device, group.slice(config.tasks)
     batch = source.batch(range(max(1, len(own))))
     engine, why = learner.choose_engine(batch)
@@ -63,7 +73,7 @@ def facts(
         ("data", f"{config.data}: {source.sizes()}; {config.tasks} tasks per meta-step"),
         ("inputs", describe_inputs(source)),
         ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
-        ("estimator", f"{config.estimator} with {config.solver}"),
+        ("estimator", f"{config.estimator} with {config.solver}{_PRODUCTS.get(products, '')}"),
         ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
         ("engine", ", ".join(filter(None, [f"{engine.name} ({why})", path]))),
         ("device", where + (f"; {group.world} processes" if group.world > 1 else "")),
@@ -234,9 +244,10 @@ def result_table(
 
 
 def _term(config: TrainConfig, learner: MetaLearner) -> str:
-    """λ, whether it and the inner rates are learned, and what adapts."""
+    """The head, λ, whether it and the inner rates are learned, and what adapts."""
     problem = learner.problem()
-    text = f"λ = {config.lam:g}"
+    text = "head of prototypes, " if config.head == "prototypes" else ""
+    text += f"λ = {config.lam:g}"
     if learner.log_lam is not None:
         text += " to begin with, learned" + (
             "" if config.learn_lam == "scalar" else f" per {config.learn_lam}"

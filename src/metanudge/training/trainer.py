@@ -80,11 +80,11 @@ def train(
                 config, source = read_data(config, plan, around, allow_changed_data)
                 trainer = make_trainer(config, plan, source, around)
                 with computing_in(config.precision, source.device):
-                    try_out(trainer.learner, source, config)
+                    products = try_out(trainer.learner, source, config)
                     stop.patience = None
                     folder = group.share(lambda: claim(plan, config, lock))
                     config = dataclasses.replace(config, out=str(folder))
-                    with Training(config, plan, trainer, reporter) as training:
+                    with Training(config, plan, trainer, reporter, products) as training:
                         training.run()
         finally:
             group.close()
@@ -97,9 +97,15 @@ class Training:
     """
 
     def __init__(
-        self, config: TrainConfig, plan: Plan, trainer: Trainer, reporter: Reporter
+        self,
+        config: TrainConfig,
+        plan: Plan,
+        trainer: Trainer,
+        reporter: Reporter,
+        products: str | None,
     ) -> None:
         self.config, self.trainer, self.reporter = config, trainer, reporter
+        self._products = products
         self.folder, self.resumed = Path(str(config.out)), plan.saved is not None
         self.learner, self.group = trainer.learner, trainer.around.group
         self.device = trainer.source.device
@@ -141,7 +147,7 @@ class Training:
     def run(self) -> None:
         """Train, test, write the summary."""
         config, trainer, note = self.config, self.trainer, self.reporter.note
-        about = facts(config, trainer.source, self.learner, self.group)
+        about = facts(config, trainer.source, self.learner, self.group, self._products)
         where = str(self.folder) + (f" (resumed at step {trainer.step})" if self.resumed else "")
         self.reporter.begin([*about, ("run", where)], total=config.iterations, done=trainer.step)
         if config.compile and self.device.type == "cuda":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from metanudge.names import near
-from metanudge.training.errors import UserError, check_text
+from metanudge.training.errors import UserError, check_text, count
 from metanudge.training.files import parse_json
 from metanudge.version import __version__
 
@@ -52,6 +52,8 @@ def settings(values: Mapping[str, Any], kinds: Mapping[str, Any], where: str) ->
     checked = {key: typed(key, value, kinds[key], where) for key, value in values.items()}
     for key, value in checked.items():
         check_text(f"{where}: {key}", value)
+    for key in ("ways", "shots"):
+        count(f"{where}: {key}", checked.get(key))
     return checked
 
 

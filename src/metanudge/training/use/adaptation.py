@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.estimators import NonFiniteError
+from metanudge.models import Prototypes
 from metanudge.names import some
 from metanudge.task import Batch, map_tensors
 from metanudge.tasks.read_csv import as_number, read_columns
@@ -52,12 +53,19 @@ def adapt(
             f"--support {support} has the class {unknown[0]!r}, but {run.folder} was trained on"
             f" tasks with the classes {some(classes, 8)}, which mean the same in all of them."
         )
-    if len(classes) != run.shapes.num_outputs:
+    ways = run.shapes.num_outputs
+    if run.config.head == "fixed" and len(classes) != ways:
         raise UserError(
             f"--support {support} has {len(classes)} classes ({some(classes, 8)}), but {run.folder}"
-            f" was trained for {run.shapes.num_outputs} ways. Give exactly {run.shapes.num_outputs}"
-            f" classes, or train a run with --ways {len(classes)}."
+            f" was trained for {ways} ways. Give exactly {ways} classes, or train a run with --ways"
+            f" {len(classes)}, or one for any number of classes: --head prototypes."
         )
+    if len(classes) < 2:
+        raise UserError(
+            f"--support {support} has one class, {some(classes, 8)}, and so nothing to tell apart."
+            " Give two or more."
+        )
+    run = run.for_ways(len(classes))
     device = next(run.learner.parameters()).device
     inputs = map_tensors(lambda t: t.to(device), how.inputs(raw))
     targets = torch.tensor([classes.index(label) for label in labels], device=device)
@@ -108,11 +116,17 @@ def _regressor(run: Run, support: Path, steps: int | None) -> Regressor:
 def _adapted(
     run: Run, inputs: Batch, targets: Tensor, support: object, steps: int | None
 ) -> nn.Module:
-    """The run's model after adaptation, in evaluation mode and frozen."""
+    """The run's model after adaptation, in evaluation mode and frozen; a head of prototypes as the
+    linear layer that it then is.
+    """
+    prototypes = run.config.head == "prototypes"
+    known = (inputs, targets) if prototypes else inputs
     try:
         with run.precision():
-            adapted = run.learner.adapt((inputs, targets), steps=steps)
-            model = with_support_statistics(adapted, inputs)
+            adapted = run.learner.adapt((known, targets), steps=steps)
+            model = with_support_statistics(adapted, known)
+            if isinstance(model, Prototypes):
+                model = model.fixed(inputs, targets, model.most)
     except NonFiniteError as error:
         raise UserError(f"--support {support}: {error}") from error
     for parameter in model.parameters():

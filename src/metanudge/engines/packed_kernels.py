@@ -1,0 +1,130 @@
+"""What `packed` does, in one pass over memory each, as Triton kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _open(high, low, at, inside):
+    upper = tl.load(high + at, mask=inside, other=0).to(tl.int32)
+    third = tl.load(low + at, mask=inside, other=0).to(tl.int32)
+    return ((upper << 16) | (third << 8)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _close(high, low, at, inside, values):
+    bits = values.to(tl.int32, bitcast=True)
+    bits = bits + 0x7F + ((bits >> 8) & 1)  # ties to even
+    bits = tl.where(values == values, bits, 0x7FC00000)
+    tl.store(high + at, (bits >> 16).to(tl.int16), mask=inside)
+    tl.store(low + at, ((bits >> 8) & 0xFF).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _factor(values, at, inside, WHOLE: tl.constexpr):
+    if WHOLE:
+        return tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(values).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["lr"])
+def _descend(
+    high, low, g, lam, squares, size, lr,
+    FORCE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    at = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    old = _open(high, low, at, inside)
+    step = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+    if FORCE:
+        step += _factor(lam, at, inside, WHOLE) * old
+    tl.store(squares + tile, tl.sum(step * step, 0))
+    _close(high, low, at, inside, old - lr * step)
+
+
+@triton.jit
+def _place(high, low, theta, phi, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    centre = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
+    moved = centre + _open(high, low, at, inside)
+    tl.store(phi + at, moved.to(phi.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["weight"])
+def _add(
+    high, low, row, row_low, scale, size, weight,
+    PACKED: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    if PACKED:
+        more = _open(row, row_low, at, inside)
+    else:
+        more = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        more *= _factor(scale, at, inside, WHOLE)
+    _close(high, low, at, inside, _open(high, low, at, inside) + weight * more)
+
+
+def descend(d: Any, g: Tensor, lr: float, lam: Tensor | None) -> Tensor:
+    """See `metanudge.engines.packed`."""
+    size, g = d.high.numel(), g.contiguous()
+    tiles = triton.cdiv(size, _BLOCK)
+    squares = torch.empty(tiles, dtype=torch.float32, device=g.device)
+    _descend[(tiles,)](
+        d.high, d.low, g, g if lam is None else lam.contiguous(), squares, size, lr,
+        FORCE=lam is not None, WHOLE=_whole(lam), BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return squares.sum()
+
+
+def place(d: Any, theta: Tensor, phi: Tensor) -> None:
+    """See `metanudge.engines.packed`."""
+    size = d.high.numel()
+    _place[(triton.cdiv(size, _BLOCK),)](d.high, d.low, theta, phi, size, BLOCK=_BLOCK, num_warps=8)
+
+
+def add(m: Any, rows: Any, weight: float, scale: Tensor | None) -> None:
+    """See `metanudge.engines.packed`."""
+    size = m.high.numel()
+    if isinstance(rows, Tensor):
+        row = low = rows.contiguous()
+    else:
+        row, low = rows.high, rows.low
+    _add[(triton.cdiv(size, _BLOCK),)](
+        m.high, m.low, row, low, row if scale is None else scale.contiguous(), size, weight,
+        PACKED=not isinstance(rows, Tensor), SCALED=scale is not None, WHOLE=_whole(scale),
+        BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def try_out(kind: Any) -> None:
+    """Raise where one of them does not do what it should."""
+    g = torch.linspace(-1, 1, 5000, device="cuda")
+    d, m, lam, phi = kind.of(g), kind.of(g), torch.full_like(g, 3.0), torch.empty_like(g).bfloat16()
+    descend(d, g.bfloat16(), 0.5, lam[0])
+    descend(d, g.bfloat16(), 0.5, None)
+    place(d, torch.ones_like(phi), phi)
+    add(m, d, 0.5, lam)
+    add(m, g, -2.0, None)
+    torch.testing.assert_close(phi, (1 - 1.5 * g).bfloat16(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(m.open(), -3.25 * g, rtol=0.02, atol=0.02)
+
+
+def _whole(factor: Tensor | None) -> bool:
+    """Whether there is a factor for each entry."""
+    return factor is not None and factor.ndim > 0
+
+
+KERNELS = SimpleNamespace(descend=descend, place=place, add=add, try_out=try_out)
