@@ -56,8 +56,10 @@ NOT_NUMERICAL = ("test_memory.py", "test_reverse_memory.py", "test_offers.py")
 THOROUGH = (
     *(
         f"test_tutorials.py::test_it_says_what_is_recorded[{name}]"
-        for name in ("schools", "learned_rates", "shards", "serving")
+        for name in ("schools", "intents", "learned_rates", "shards", "serving")
     ),
+    "test_site.py::test_every_link",
+    "test_site.py::test_no_page",
     "test_shards.py::test_every_estimator_equals_one_process[4]",
     "test_shards.py::test_tensor_parallel",
     "test_sharded.py::test_torchrun_goes_on",

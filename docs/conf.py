@@ -14,6 +14,7 @@ from sphinx.util.docutils import SphinxDirective
 import metanudge
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import draw
 import measured
 
 project = "metanudge"
@@ -47,7 +48,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!metanudge\.[A-Z]).*")]
 
 html_theme = "furo"
 html_title = f"metanudge {release}"
-html_static_path = ["_static"]
+html_static_path = ["_static", "_build/drawn"]
 html_css_files = ["extra.css"]
 html_show_sphinx = False
 html_copy_source = False
@@ -80,4 +81,5 @@ class Help(SphinxDirective):
 
 def setup(app: Sphinx) -> None:
     """What is our own."""
+    draw.draw(Path(app.confdir) / "_build" / "drawn")
     app.add_directive("help", Help)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -69,6 +69,20 @@ def omniglot(method: str, meta_steps: int) -> tuple[str, str]:
     found = re.search(start + r"([^|]+) \| ([^|]+) \|", text, re.MULTILINE)
     assert found is not None, method
     return found[1], found[2]
+
+
+def along_training(network: str, method: str) -> tuple[str, str]:
+    """Median cosine with the gradient of the K steps, and the median relative error, along a
+    training.
+    """
+    found = [
+        row
+        for cell in rows("along-training")["cells"]
+        if (cell["cell"]["network"], cell["cell"]["method"]) == (network, method)
+        for row in cell["rows"]
+    ]
+    middle = [median(row[key] for row in found) for key in ("cosine_steps", "error_steps")]
+    return f"{middle[0]:.2f}", f"{100 * middle[1]:.2g}"
 
 
 def substitutions() -> dict[str, str]:

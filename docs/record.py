@@ -18,7 +18,7 @@ EXAMPLES = DOCS.parent / "examples"
 RECORDED = DOCS / "recorded"
 NAMES = (
     *("first_learner", "own_images", "penalties", "cleaning", "gradient_quality"),
-    *("schools", "learned_rates", "shards", "serving"),
+    *("schools", "intents", "learned_rates", "shards", "serving"),
 )
 RANKS = {"shards": 2}  # processes, by torchrun
 

@@ -2,8 +2,7 @@
 
     python examples/serving.py [PICTURE]             # needs transformers and peft
 
-A tiny Llama, users who write by Markov chains; the start of their LoRA adapters is meta-learned.
-"""
+A tiny Llama, users who write by Markov chains; the start of their LoRA adapters is meta-learned."""
 
 import sys
 

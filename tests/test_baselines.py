@@ -138,3 +138,14 @@ def test_a_baseline_wins_beyond_the_interval_or_is_not_mentioned() -> None:
     assert difference["learner_better_by_ci95"] == pytest.approx(1.96 * 0.05 / 2)
     diverged = Comparison("regression", torch.tensor([1.0, torch.inf]), {"b": own[:2]})
     assert str(diverged.verdict()).startswith("The learner diverged on 1 of 2 tasks")
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_wide_tasks_go_a_few_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = MNIST1D(num_samples=2000, cache=False) if kind == "classification" else Sinusoid()
+    whole = measure(source, 20)
+    monkeypatch.setattr("metanudge.baselines._NUMBERS", 1)
+    parts = measure(source, 20)
+    assert whole.keys() == parts.keys()
+    for name, scores in whole.items():
+        torch.testing.assert_close(parts[name], scores, **CLOSE)

@@ -4,7 +4,11 @@ and their links lead somewhere.
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib.util
+import inspect
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -79,6 +83,32 @@ def test_their_loop_gives_our_gradient(rival: str) -> None:
     theirs, ours = found if "model" in names else ([names["theirs"]], [names["ours"]])
     error = torch.cat([(a - b).flatten() for a, b in zip(theirs, ours, strict=True)]).norm()
     assert error < 1e-6 * torch.cat([b.flatten() for b in ours]).norm()
+
+
+@pytest.mark.parametrize("rival", ["higher", "torchopt", "learn2learn"])
+def test_our_loop_gives_the_gradient_of_steps_written_out(rival: str) -> None:
+    """Also where the rival does not install: their loops are K differentiable steps of gradient
+    descent on the support loss, and the query loss's gradient through them. In float64 two orders
+    of summation differ by some hundred roundings.
+    """
+    page = Page(ROOT / "docs" / "coming-from" / f"{rival}.md")
+    names = run(page, setting(page))
+    model, loss, tasks = (names[name] for name in ("model", "loss", "tasks"))
+    theta = dict(model.named_parameters())  # type: ignore[attr-defined]
+    total = torch.zeros((), dtype=torch.float64)
+    for task in tasks:  # type: ignore[attr-defined]
+        phi = theta
+        for _ in range(5):
+            x, y = task.support
+            error = loss(torch.func.functional_call(model, phi, x), y)  # type: ignore[operator, arg-type]
+            found = torch.autograd.grad(error, list(phi.values()), create_graph=True)
+            phi = {k: v - 0.01 * g for (k, v), g in zip(phi.items(), found, strict=True)}
+        x, y = task.query
+        total = total + loss(torch.func.functional_call(model, phi, x), y) / len(tasks)  # type: ignore[operator, arg-type]
+    for parameter, wanted in zip(
+        theta.values(), torch.autograd.grad(total, list(theta.values())), strict=True
+    ):
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-14)
 
 
 def test_every_block_runs_or_says_why_not() -> None:
@@ -161,6 +191,16 @@ def test_numbers_of_the_readme_are_those_of_the_results(script) -> None:
     ]
 
 
+def test_what_the_readme_says_of_differences_was_measured(script) -> None:
+    measured = script(ROOT / "docs" / "measured.py")
+    text = " ".join(Page(ROOT / "README.md").text.split())
+    (_, smooth), (cosine, _) = (
+        measured.along_training(network, "MAML by differences") for network in ("smooth", "mnist1d")
+    )
+    assert f"to within {smooth} % with GELU" in text
+    assert f"cosine {cosine} with ReLU" in text
+
+
 def test_the_readme_is_short_and_its_first_screen_has_the_essentials() -> None:
     lines = Page(ROOT / "README.md").text.splitlines()
     assert len(lines) <= 120
@@ -177,6 +217,34 @@ def test_every_public_name_is_in_the_reference() -> None:
         if name != "__version__" and not re.search(rf":: metanudge\.{name}\b", text)
     ]
     assert not missing, "add them to a page in docs/reference/api"
+
+
+def test_every_source_and_model_is_in_the_reference() -> None:
+    folder = ROOT / "docs" / "reference" / "api"
+    models = {model.__name__ for model in mn.models.MODELS.values()}
+    for module, page, names in (
+        ("tasks", "data.md", set(mn.tasks.__all__) - {"SOURCES"}),
+        ("models", "models.md", models),
+    ):
+        text = (folder / page).read_text(encoding="utf-8")
+        shown = set(re.findall(rf":: metanudge\.{module}\.(\w+)", text))
+        assert names <= shown, page
+
+
+def test_every_setting_has_a_description() -> None:
+    """The page on configuration is made from them."""
+    from metanudge.training.config import TrainConfig
+
+    (body,) = ast.parse(inspect.getsource(TrainConfig)).body
+    pairs = itertools.pairwise(body.body)  # type: ignore[attr-defined]
+    described = {
+        field.target.id
+        for field, after in pairs
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(after, ast.Expr)
+        and isinstance(field.target, ast.Name)
+    }
+    assert {field.name for field in dataclasses.fields(TrainConfig)} == described
 
 
 def test_every_command_is_in_the_reference() -> None:

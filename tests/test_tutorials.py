@@ -10,10 +10,11 @@ import pytest
 RECORD = Path(__file__).parents[1] / "docs" / "record.py"
 NAMES = (
     *("first_learner", "own_images", "penalties", "cleaning", "gradient_quality"),
-    *("schools", "learned_rates", "shards", "serving"),
+    *("schools", "intents", "learned_rates", "shards", "serving"),
 )
 # These take longer: the words are compared after so few meta-steps, the numbers by `make test-all`.
-SMALL = {"schools": 4, "learned_rates": 10, "shards": 2, "serving": 2}
+SMALL = {"schools": 4, "intents": 2, "learned_rates": 10, "shards": 2, "serving": 2}
+WITH_HF = ("intents", "serving")
 NUMBER = r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?%?"
 
 
@@ -21,10 +22,9 @@ NUMBER = r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?%?"
 def test_it_says_what_is_recorded(
     name: str, script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    needs(name)
     monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path))
     record = script(RECORD)
-    assert record.NAMES == NAMES
-    assert len((record.EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()) <= 60
     said = record.run(name, tmp_path / "picture.png")
     assert_alike(said, (record.RECORDED / f"{name}.txt").read_text("utf-8"))
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
@@ -34,13 +34,28 @@ def test_it_says_what_is_recorded(
 def test_in_small_it_says_the_same_words(
     name: str, script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "serving":
-        pytest.importorskip("peft", reason="needs transformers and peft: pip install metanudge[hf]")
+    needs(name)
     monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path))
     record = script(RECORD)
     said = record.run(name, tmp_path / "picture.png", meta_steps=SMALL[name])
     assert words(said) == words((record.RECORDED / f"{name}.txt").read_text("utf-8"))
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def needs(name: str) -> None:
+    if name in WITH_HF:
+        pytest.importorskip("peft", reason="needs transformers and peft: pip install metanudge[hf]")
+
+
+def test_each_is_at_most_60_lines_and_shown(script) -> None:
+    record = script(RECORD)
+    assert record.NAMES == NAMES
+    pages = [page.read_text("utf-8") for page in RECORD.parent.rglob("*.md")]
+    for name in NAMES:
+        lines = (record.EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()
+        assert len(lines) <= 60, name
+        for shown in (f"examples/{name}.py", f"recorded/{name}.txt", f"recorded/{name}.png"):
+            assert any(shown in page for page in pages), shown
 
 
 def words(said: str) -> list[str]:

@@ -10,6 +10,10 @@ from typing import Any
 from metanudge_lab.experiments import load
 
 TINY: dict[str, dict[str, Any]] = {
+    "along-training": {
+        "networks": ("mnist1d",), "points": (1,), "seeds": 1, "tasks": 1, "quality_tasks": 1,
+        "reach": 2, "channels": 2, "queries": 1, "width": 4, "length": 4,
+    },
     "ablation": {
         "starts": ("theta",), "stencils": ("symmetric", "tangent"), "nus": ("0.1", "auto"),
         "steps": (1,), "reach": 2, "error_tasks": 1,
@@ -30,6 +34,8 @@ TINY: dict[str, dict[str, Any]] = {
         "inner_rates": (0.1,), "meta_rates": (0.01,), "iterations": (2, 1), "tuning": (1, 1),
         "tasks": (1, 1), "val_tasks": 2, "test_tasks": 2, "at_steps": (1, 5),
     },
+    "intents": {"folds": 2, "shots": (1,), "looks": (1,), "tasks": 2, "inner_rates": (0.1,),
+    "val_tasks": 4, "test_tasks": 6},
     "inner-noise": {"at": (4, 8), "nus": (0.1, 0.2), "chains": 2},
     "lambda-networks": {"lams": (2.0, 8.0), "rates": (0.1,), "iterations": 1, "tasks": 1,
     "val_tasks": 2, "test_tasks": 2},
@@ -59,6 +65,11 @@ TINY: dict[str, dict[str, Any]] = {
         "shorten": 12000, "tuning": (1,), "val_tasks": 1, "tasks": 1, "queries": 1, "channels": 2,
         "watch_tasks": 2, "test_tasks": 2,
         "adapt_steps": (1, 5),
+    },
+    "longer": {
+        "methods": ("FO-B-MAML", "FO-MAML", "MAML"), "adapt_steps": (0, 5, 16),
+        "curved_at": (0, 5), "curved_tasks": 1, "tuning": 1, "seeds": 1,
+        "val_tasks": 1, "iterations": 1, "tasks": 1, "test_tasks": 2,
     },
     "outer-loss": {"iterations": 2, "steps": 3, "seeds": 1, "tasks": 1, "dim": 4, "rates": (0.1,
     1.0), "limit_steps": (3,)},

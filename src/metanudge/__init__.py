@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from metanudge.version import __version__
 
 if TYPE_CHECKING:
+    import os
+
     from metanudge import baselines, models, optim, tasks, tuning
     from metanudge.bilevel import Hypergradient, Unrolled, hypergradient, solve_bilevel
     from metanudge.engines import StackingError
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from metanudge.rates import InnerRates
     from metanudge.solvers import LBFGS, GradientDescent, Nesterov, NewtonCG, TorchOptimizer
     from metanudge.task import Task, TaskBatch
+    from metanudge.training.config import Device
+    from metanudge.training.loaded_run import LoadedRun
 
 # Where each public name lives. Loading on first use keeps the command line's --help fast: importing
 # torch takes seconds.
@@ -73,8 +77,45 @@ __all__ = [  # noqa: RUF022 — grouped by what they are for
     "hypergradient", "solve_bilevel", "Hypergradient", "Unrolled",
     "check_gradient", "GradientReport", "DivergenceWarning", "ZeroGradientWarning",
     "NonFiniteError", "StackingError",
-    "baselines", "models", "optim", "tasks", "tuning", "__version__",
+    "load_run", "baselines", "models", "optim", "tasks", "tuning", "__version__",
 ]  # fmt: skip
+
+
+def load_run(
+    run: str | os.PathLike[str],
+    *,
+    checkpoint: str = "best",
+    device: Device | None = None,
+    trust: bool = False,
+) -> LoadedRun:
+    """A run that `metanudge train` wrote: its `learner` with the weights of a checkpoint, its
+    `source` of tasks and its `config`; `run.adapt(support)` and `run.evaluate(tasks=600)` do what
+    the commands of these names do.
+
+    Args:
+        run: the folder.
+        checkpoint: `"best"` (the last where there is none), `"last"`, or a step that was saved.
+        device: "cpu", "cuda" or "auto"; the run's own when None.
+        trust: import the code that the run's configuration names (`module:attribute`). Look at it
+            first: it runs as you. Without, such a run is refused.
+
+    Raises `metanudge.training.errors.UserError` where there is no such run, or one that is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> from metanudge.training.config import TrainConfig
+        >>> from metanudge.training.progress import Quiet
+        >>> from metanudge.training.trainer import train
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     config = TrainConfig("sinusoid", iterations=2, tasks=2, device="cpu", out=folder)
+        ...     done = train(config, reporter=Quiet())   # metanudge train sinusoid ...
+        ...     run = load_run(folder)
+        >>> run.config.tasks, run.source.kind, run.state.step, run.evaluate(tasks=4).tasks
+        (2, 'regression', 2, 4)
+    """
+    from metanudge.training import loaded_run
+
+    return loaded_run.load_run(run, checkpoint=checkpoint, device=device, trust=trust)
 
 
 def __getattr__(name: str) -> Any:

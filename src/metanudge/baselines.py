@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from metanudge.evaluation import ci95
-from metanudge.task import Batch, QueryInputs, TaskBatch, tensors
+from metanudge.task import Batch, Task, TaskBatch, own_inputs, tensors
 from metanudge.token_bags import token_bags
 
 PENALTIES: dict[str, tuple[float, ...]] = {
@@ -31,6 +31,7 @@ _STEPS, _TOLERANCE = 500, 1e-4  # of logistic regression; the latter for each en
 Kind = Literal["classification", "regression"]
 _CHOSEN_ON, _POOLED, _UNTRAINED, _AT_ONCE = 32, 500, 200, 50  # tasks
 _WIDEST = 1000  # inputs of the pooled methods
+_NUMBERS = 1 << 23  # of inputs at once; wide ones, such as photographs, go a few tasks at a time
 _Scored = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Inputs and targets of support sets, then of query sets, in; one number a task out."""
 
@@ -244,8 +245,11 @@ class Baselines:
         """The scores of all tasks, in their order."""
         column = torch.zeros(len(batch), dtype=torch.float64)
         for stack in batch.stacks:
-            values = function(*_pair(stack.support), *_pair(stack.query))
-            column[list(stack.places)] = values.double().cpu()
+            size = max(1, _NUMBERS // max(1, _numbers(stack.task(0))))
+            for first in range(0, len(stack), size):
+                few = stack[first : first + size]
+                values = function(*_pair(few.support), *_pair(few.query))
+                column[list(few.places)] = values.double().cpu()
         return column
 
 
@@ -293,8 +297,9 @@ def measure(
         train = None
     fitted = Baselines.fit(source.kind, val, train=train, classes=source.num_outputs)
     columns: dict[str, list[Tensor]] = {}
-    for first in range(0, count, _AT_ONCE):
-        batch = source.batch(range(first, min(first + _AT_ONCE, count)), split)
+    once = min(_AT_ONCE, max(1, _NUMBERS // max(1, _numbers(val[0]))))
+    for first in range(0, count, once):
+        batch = source.batch(range(first, min(first + once, count)), split)
         found = fitted.scores(batch)
         if untrained is not None and first < _UNTRAINED:
             found["untrained network, adapted"] = untrained(batch)
@@ -386,15 +391,18 @@ class Comparison:
         return f"{float(value):.2%}" if self.kind == "classification" else f"{float(value):.4g}"
 
 
+def _numbers(task: Task) -> int:
+    """How many numbers the inputs of a task are."""
+    return sum(tensors(part)[0].numel() for part in (task.support, task.query))
+
+
 def _width(batch: TaskBatch) -> int:
     return tensors(batch[0].support)[0][0].numel()
 
 
 def _pair(batch: Batch) -> tuple[Tensor, Tensor]:
     """Inputs `(tasks, n, features)`, labels `(tasks, n)` or targets `(tasks, n, targets)`."""
-    inputs, y = batch
-    if isinstance(inputs, tuple):  # they carry the support set
-        inputs = inputs.x if isinstance(inputs, QueryInputs) else inputs[0]
+    inputs, y = own_inputs(batch[0]), batch[1]
     x, y = (token_bags(inputs) if isinstance(inputs, Mapping) else inputs).cpu(), y.cpu()
     return x.flatten(2).double(), y.double() if y.is_floating_point() else y
 

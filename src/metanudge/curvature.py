@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from metanudge.engines import Cost, Engine, Inner
 from metanudge.params import Params, norm, per_row
@@ -34,7 +35,8 @@ def curvature(
     Cost: two gradients a task and probe.
     """
     with engine.session(problem, tasks, width=2, seed=seed, cost=Cost()) as groups:
-        return max((_largest(inner, probes) for inner in groups), key=_nan_first)
+        found = (float(largest_curvatures(inner, probes).max()) for inner in groups)
+        return max(found, key=_nan_first)
 
 
 def measured_rate(curved: float, lam: float) -> float:
@@ -69,7 +71,8 @@ def _nan_first(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _largest(inner: Inner, probes: int) -> float:
+def largest_curvatures(inner: Inner, probes: int, at: Params | None = None) -> Tensor:
+    """Of each task's support loss at θ, or at displacements from it, `(tasks,)`."""
     here, generator = inner.zeros(inner.tasks), torch.Generator().manual_seed(0)
     v: Params = {
         n: torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator).to(leaf.device)
@@ -78,10 +81,11 @@ def _largest(inner: Inner, probes: int) -> float:
     size = norm(v)
     theta = {n: leaf.detach()[None].to(here[n].dtype) for n, leaf in inner.theta.items()}
     reach = _REACH * norm(theta).clamp_min(1e-3).expand_as(size)
+    here = here if at is None else at
     for _ in range(probes):
         # a row without any curvature stays where it is
         v = {n: leaf / per_row(size.clamp_min(1e-30), leaf) for n, leaf in v.items()}
         apart = inner.support_difference(here, v, reach, 0, None)
         v = {n: apart[n] / per_row(2 * reach, apart[n]) for n in v}
         size = norm(v)
-    return float(size.max())
+    return size

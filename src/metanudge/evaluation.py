@@ -38,6 +38,19 @@ class Evaluation:
     extra_before: Params = field(default_factory=dict)
     extra: Params = field(default_factory=dict)
 
+    def columns(self, names: Sequence[str]) -> Tensor:
+        """One row for each quantity, those of some metrics last, and a column for each task."""
+        own = [part[name] for part in (self.extra_before, self.extra) for name in names]
+        return torch.stack([self.loss_before, self.accuracy_before, self.loss, self.accuracy, *own])
+
+    @classmethod
+    def of(cls, columns: Tensor, names: Sequence[str]) -> Evaluation:
+        """From what `columns` gives for these metrics."""
+        rows, many = columns[4:], len(names)
+        before, after = (dict(zip(names, part, strict=True)) for part in (rows[:many], rows[many:]))
+        loss_before, accuracy_before, loss, accuracy = columns[:4]
+        return cls(loss_before, accuracy_before, loss, accuracy, before, after)
+
     @property
     def mean_loss(self) -> float:
         """Mean query loss after adaptation."""

@@ -29,6 +29,13 @@ class QueryInputs(NamedTuple):
     x: Batch
 
 
+def own_inputs(inputs: Batch) -> Batch:
+    """Inputs without the support set that they may carry."""
+    if isinstance(inputs, QueryInputs):
+        return inputs.x
+    return inputs[0] if isinstance(inputs, tuple) else inputs
+
+
 def plain(batch: Batch) -> Batch:
     """A batch with its mappings as dicts, whatever their class (a tokenizer's `BatchEncoding`)."""
     if isinstance(batch, Mapping):

@@ -269,3 +269,46 @@ def test_what_is_refused(
         assert part in said
     assert "Traceback" not in said
     assert not (here / "run").exists()
+
+
+def test_pictures_on_disk_train_to_the_same_bytes(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METANUDGE_CACHE", str(here / "cache"))
+    write_images(here / "photos", list("abcdefgh"), 3)
+    options = "splits=(0.5,0.25,0.25)"
+    for where in ("false", "true"):
+        flags = ["--data-options", f"{options},on_disk={where}", *TINY, MLP, "--out", where]
+        assert main(["train", "photos", *flags]) == 0
+    assert "kept decoded in" in " ".join(capsys.readouterr().out.split())
+    kept = list((here / "cache" / "examples").iterdir())
+    assert len(kept) == 1
+    assert (here / "true" / "metrics.jsonl").read_bytes() == (
+        here / "false" / "metrics.jsonl"
+    ).read_bytes()
+    assert main(["train", "--resume", "true", "--iterations", "6"]) == 0
+    assert main(["eval", "true", "--tasks", "2"]) == 0
+    assert list((here / "cache" / "examples").iterdir()) == kept, "decoded once"
+
+
+def test_a_broken_picture_is_named_before_anything_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METANUDGE_CACHE", str(here / "cache"))
+    write_images(here / "photos", list("abcdefgh"), 3)
+    file = here / "photos" / "f" / "1.png"
+    file.write_bytes(file.read_bytes()[:300])
+    options = "image_size=20,grey=true,splits=(0.5,0.25,0.25),on_disk=true"
+    flags = ["--data-options", options, *TINY, MLP, "--out", "run"]
+    assert main(["train", "photos", *flags]) == 2
+    error = capsys.readouterr().err
+    assert "f/1.png cannot be read as an example" in " ".join(error.split())
+    assert not (here / "run").exists()
+    assert not list((here / "cache" / "examples").iterdir())
+    monkeypatch.setenv("METANUDGE_CACHE", "/proc/nowhere")
+    write_images(here / "good", list("abcdefgh"), 3)
+    assert main(["train", "good", *flags]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "METANUDGE_CACHE" in error
+    assert "on_disk=false" in error
+    assert not (here / "run").exists()

@@ -38,6 +38,7 @@ def test_each_task_is_that_of_a_source_of_its_size() -> None:
         alone = rows_as_inputs(ways=ways, shots=shots)
         assert _equal(tasks[index], alone.task(index, "val"))
         assert names[index : index + 1] == alone.episode_classes([index], "val")
+        assert (source.episode_rows([index], "val") == alone.episode_rows([index], "val")).all()
         assert sizes[index] == sizes[index // 3 * 3]  # of its meta-batch
 
 

@@ -75,13 +75,18 @@ def train_on(
 
 
 def weights(folder: Path) -> torch.Tensor:
-    return torch.cat(
-        [p.detach().reshape(-1) for p in runs.load(folder, checkpoint="last").learner.parameters()]
-    )
+    run = runs.load(folder, checkpoint="last", trust=True)
+    return torch.cat([p.detach().reshape(-1) for p in run.learner.parameters()])
 
 
 def nus(folder: Path) -> list[float]:
     return [row["nu"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def own(folder: Path, name: str) -> list[float]:
+    found = [row[name] for row in read_metrics(folder / "metrics.jsonl") if name in row]
+    assert found, name
+    return found
 
 
 @pytest.mark.timeout(4 * LIMIT)
@@ -94,6 +99,10 @@ def test_one_two_and_four_ranks_agree(tmp_path: Path) -> None:
             *FLAGS,
             "--estimator",
             "fobmaml:nu=auto",
+            "--augment",
+            "noise=0.1",
+            "--metrics",
+            "mae=torch.nn.functional:l1_loss",
             "--out",
             str(tmp_path / str(world)),
         )
@@ -105,6 +114,10 @@ def test_one_two_and_four_ranks_agree(tmp_path: Path) -> None:
         assert float((found[world] - found[1]).abs().max()) < 1e-10
         assert lines(tmp_path / str(world) / "metrics.jsonl") == 20
         assert nus(tmp_path / str(world)) == pytest.approx(nus(tmp_path / "1"), rel=1e-12)
+        for name in ("query_mae", "val_mae"):
+            assert own(tmp_path / str(world), name) == pytest.approx(
+                own(tmp_path / "1", name), rel=1e-8
+            )
 
 
 def test_every_rank_stops_when_one_meets_nan(tmp_path: Path) -> None:

@@ -13,18 +13,28 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from metanudge.baselines import PENALTIES, logistic
+from metanudge.cli import main
 from metanudge.models import MLP, Prototypes
+from metanudge.page.words import tasks_of
 from metanudge.task import Task
 from metanudge.training import runs
 from metanudge.training.config import TrainConfig
 from metanudge.training.errors import UserError
 from metanudge.training.evaluation import evaluate_run, evaluate_tasks
+from metanudge.training.evaluation.mistakes import mistakes
 from metanudge.training.progress import Quiet
 from metanudge.training.sources import build_learner
 from metanudge.training.trainer import train
 from metanudge.training.use import Classifier, adapt
 from metanudge.training.use.examples import examples_to_label
-from trained_runs import character_folders, make_run, omniglot_run, vector_run, vector_table
+from trained_runs import (
+    character_folders,
+    make_run,
+    omniglot_run,
+    vector_run,
+    vector_table,
+    write_images,
+)
 from training.test_trainer import fingerprint, go
 
 MANY = {
@@ -204,6 +214,35 @@ def test_given_tasks_elsewhere(tmp_path: Path) -> None:
     assert other.source.target_scale == run.shapes.target_scale  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="given tasks have the classes and rows"):
         run.elsewhere(ways=3)
+
+
+def test_the_page_of_a_run_with_many_sizes(tmp_path: Path) -> None:
+    data = write_images(tmp_path / "data", [f"c{i}" for i in range(12)], 6, size=8)
+    config = TrainConfig(
+        data=str(data), head="prototypes", ways="2-4", shots="1-2", queries=2, tasks=2,
+        model="mlp:hidden=(4,)", solver="gradient_descent:lr=0.1,steps=1",
+        data_options="splits=(0.3,0.3,0.4)",
+    )  # fmt: skip
+    folder = make_run(tmp_path / "run", config)
+    run = runs.load(folder)
+    report = evaluate_run(run, tasks=20)
+    shown = mistakes(run.source, report, "test")
+    assert shown
+    assert all(one["example"]["png"] and one["like"]["png"] for one in shown)
+    assert tasks_of(run.config) == "tasks of 2-4 classes, with 1-2 examples of each to adapt on"
+    for flags, kept in ((["--ways=3"], False), ([], True)):
+        assert main(["eval", str(folder), "--tasks=4", "--device=cpu", *flags]) == 0
+        assert (folder / "eval-test.json").exists() == kept
+
+
+def test_given_classes_need_no_prototypes(tmp_path: Path) -> None:
+    rows = [f"s{school},{x},{'ab'[x % 2]}" for school in range(12) for x in range(8)]
+    (tmp_path / "a.csv").write_text("\n".join(["school,x,y", *rows]))
+    config = TrainConfig(
+        str(tmp_path / "a.csv"), task_column="school", target="y", head="prototypes"
+    )
+    with pytest.raises(UserError, match="the classes of given tasks mean the same in all"):
+        runs.build_source(config)
 
 
 # --- Better than logistic regression on pixels

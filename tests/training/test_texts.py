@@ -49,6 +49,20 @@ def adapted(run: Path, folder: Path, *flags: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_clinc150(tmp_path: Path) -> None:
+    """From the published file to the baselines."""
+    file = Path(os.environ.get("METANUDGE_DATA", "")) / "clinc150" / "data_full.json"
+    if not file.is_file():
+        pytest.skip("METANUDGE_DATA names no folder with clinc150/data_full.json")
+    pairs = json.loads(file.read_text(encoding="utf-8"))["val"]
+    table = [{"text": text, "intent": intent} for text, intent in pairs]
+    data, run = write_csv(tmp_path / "intents.csv", table), tmp_path / "run"
+    assert train(data, run) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"logistic regression", "nearest centroid", "chance"} <= set(summary["baselines"])
+    assert len({intent for _, intent in pairs}) == 150
+
+
 def test_bytes_from_training_to_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     data, run = write_csv(tmp_path / "a.csv", rows()), tmp_path / "run"
     assert train(data, run) == 0

@@ -23,6 +23,7 @@ from metanudge.training.config import TrainConfig
 from metanudge.training.errors import StopTraining, UserError
 from metanudge.training.metrics import read_metrics
 from metanudge.training.progress import ConsoleReporter, Quiet
+from metanudge.training.summary import Outcome, result_table
 from metanudge.training.trainer import train
 
 TINY = TrainConfig(
@@ -297,3 +298,19 @@ def test_the_console_shows_the_facts_the_progress_and_the_result(
     ):
         assert word in text, word
     console.file.close()
+
+
+@pytest.mark.parametrize(
+    ("best", "schedule", "said"),
+    [(200, "constant", True), (100, "constant", False), (200, "cosine", False)],
+)
+def test_a_run_that_still_improves_says_how_to_go_on(
+    tmp_path: Path, best: int, schedule: str, said: bool
+) -> None:
+    config = dataclasses.replace(TINY, schedule=schedule, eval_every=100)
+    validation = {"step": best, "accuracy": 0.5, "loss": 1.0, "tasks": 3}
+    learner = mn.MetaLearner(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss)
+    outcome = Outcome(200, validation, None, None, 1.0, resumed=False)
+    lines = dict(result_table(tmp_path, config, outcome, learner))
+    way = f"metanudge train --resume {tmp_path} --iterations 400"
+    assert lines.get("still improving") == (way if said else None)

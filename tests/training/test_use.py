@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+import metanudge as mn
 from metanudge.models import MLP
 from metanudge.training import runs, use
 from metanudge.training.config import TrainConfig
@@ -286,3 +287,36 @@ def test_unseen_characters(tmp_path_factory: pytest.TempPathFactory, tmp_path: P
         total += len(found)
     assert total == 300
     assert right / total >= 0.9
+
+
+def test_a_run_in_python_is_what_the_commands_use(vectors: Path) -> None:
+    run = mn.load_run(vectors / "run", device="cpu")
+    assert run.config.ways == run.source.ways == 3
+    support, rows = vectors / "few.csv", vectors / "rows.csv"
+    own, commands = run.adapt(support, steps=3), adapt(vectors / "run", support, steps=3)
+    for mine, theirs in zip(own.predict(rows), commands.predict(rows), strict=True):
+        assert mine == theirs
+    report = run.evaluate(tasks=7, split="train", steps=[0])
+    assert report.tasks == 7
+    assert [row.steps for row in report.rows] == [0, run.learner.solver.steps]  # type: ignore[attr-defined]
+
+
+def test_a_run_with_code_of_its_own_is_loaded_with_trust_only(
+    vectors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "nets_of_load_run.py").write_text(
+        "from torch import nn\n\n"
+        "class Net(nn.Linear):\n"
+        "    def __init__(self, in_features: int, ways: int):\n"
+        "        super().__init__(in_features, ways)\n"
+    )
+    vector_run(tmp_path / "run", vectors / "data.csv", model="nets_of_load_run:Net")
+    sys.modules.pop("nets_of_load_run")
+    with pytest.raises(UserError, match="trust=True"):
+        mn.load_run(tmp_path / "run")
+    assert "nets_of_load_run" not in sys.modules
+    assert mn.load_run(tmp_path / "run", trust=True).evaluate(tasks=2, split="train").tasks == 2
+    with pytest.raises(UserError, match="There is no run"):
+        mn.load_run(tmp_path / "nothing")

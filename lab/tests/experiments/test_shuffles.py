@@ -25,8 +25,8 @@ TIMES, MOST = 200, 0.05
 def test_statements_about_methods_seldom_hold_for_shuffled_labels(name: str) -> None:
     experiment = load(name)
     results = find(experiment, RESULTS)
-    if not results or not results[0].complete or not experiment.compare(results[0]):
-        pytest.skip("nothing is compared, or not all is measured")
+    if not results or not experiment.enough(results[0]) or not experiment.compare(results[0]):
+        pytest.skip("nothing is compared, or too little is measured")
     named = [one for one in experiment.judge(results[0]).parts if one.name]
     assert {one.name for one in experiment.compare(results[0])} <= {one.name for one in named}
     shares = passing(experiment, results[0], TIMES)

@@ -116,6 +116,18 @@ def test_an_unfinished_result_is_shown_without_a_verdict(tmp_path: Path) -> None
     assert "unfinished" in report.page([entry])
 
 
+def test_what_was_not_run_is_listed_also_beside_a_verdict(tmp_path: Path) -> None:
+    measured(tmp_path, pattern="factor=2.0*")
+    early = toy(enough=lambda result: bool(result.measured))
+    entry = gathering.entry(early, tmp_path)
+    assert entry.state == "reproduced"
+    assert entry.not_run == ["1.0 (2 times)"]
+    assert "Not run: 2 of 4 cells" in report.page([entry])
+    assert "Not run: 1.0 (2 times)." in report.markdown([entry])
+    measured(tmp_path)
+    assert not gathering.entry(early, tmp_path).not_run
+
+
 def test_full_results_go_before_quick_ones_and_the_page_says_so(tmp_path: Path) -> None:
     measured(tmp_path)
     measured(tmp_path, "full")

@@ -77,8 +77,8 @@ class AdaptOptions:
     """Where to compute."""
 
     trust: bool = False
-    """Import and run the code that the run's config.json names as its model (module:attribute).
-    Look at it first.
+    """Import and run the code that the run's config.json names (model, data, loss … as
+    module:attribute). Look at it first.
     """
 
     overwrite: bool = False

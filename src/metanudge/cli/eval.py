@@ -89,8 +89,8 @@ class EvalOptions:
     """Where to compute."""
 
     trust: bool = False
-    """Import and run the code that the run's config.json names as its model (module:attribute).
-    Look at it first.
+    """Import and run the code that the run's config.json names (model, data, loss … as
+    module:attribute). Look at it first.
     """
 
 
@@ -141,7 +141,8 @@ def run(argv: list[str]) -> int:
             " write to."
         ) from error
     try:
-        write_report(trained, report, options.split)
+        if not others:
+            write_report(trained, report, options.split)
     except OSError as error:  # somebody else's folder, perhaps
         say(
             f"note: {options.run} takes no results ({error.strerror}), so that `metanudge page`"

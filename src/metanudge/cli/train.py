@@ -11,9 +11,9 @@ from pathlib import Path
 import tyro
 
 from metanudge.cli.errors import going_on
-from metanudge.training.config import ChangedError, TrainConfig
-from metanudge.training.errors import UserError, exit_codes
-from metanudge.training.trust import check_trust
+from metanudge.training.config import TrainConfig, flag
+from metanudge.training.errors import ChangedError, UserError, exit_codes
+from metanudge.training.trust import CODE, FETCHED, check_trust
 
 _DESCRIPTION = """Meta-train a few-shot learner: metanudge train DATA [OPTIONS]
 
@@ -44,9 +44,9 @@ class Arguments:
     config: Path | None = None
     """Take all settings from this file, such as another run's config.json; flags override it."""
     trust: bool = False
-    """Obey the file of --resume or --config also where it names code to import (model
-    module:attribute) or logs to wandb. Look at it first: its code runs as you. A model that you
-    name yourself with --model needs no trust.
+    """Obey the file of --resume or --config also where it names code to import (module:attribute)
+    or logs to wandb. Look at it first: its code runs as you. What you name yourself with a flag
+    needs no trust.
     """
     allow_changed_data: bool = False
     """With --resume: go on although the .csv file or folder is not what it was. It is another run
@@ -90,17 +90,10 @@ def _given(argv: list[str], config: TrainConfig) -> set[str]:
     """The settings whose value comes from the command line, among those that a file is not trusted
     with.
     """
-    named = {f"{flag}={value}" for flag, value in pairwise(argv)} | set(argv)
-    return {
-        name
-        for name, word in (
-            ("model", f"--model={config.model}"),
-            ("encoder", f"--encoder={config.encoder}"),
-            ("tokenizer", f"--tokenizer={config.tokenizer}"),
-            ("wandb", "--wandb"),
-        )
-        if word in named
-    }
+    named = {f"{word}={value}" for word, value in pairwise(argv)} | set(argv)
+    words = {name: f"{flag(name)}={getattr(config, name)}" for name in (*CODE, *FETCHED)}
+    words |= {"wandb": "--wandb", "data": config.data}
+    return {name for name, word in words.items() if word in named}
 
 
 def _path(argv: list[str], name: str) -> Path | None:

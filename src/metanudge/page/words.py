@@ -53,7 +53,7 @@ def tasks_of(config: TrainConfig) -> str:
     if config.target:
         column = f", one for each {config.task_column}" if config.task_column else ""
         return f"tasks that predict {config.target}{column}"
-    if config.ways is not None and config.ways != 1:
+    if config.ways not in (None, 1):
         shots = "1 example" if config.shots == 1 else f"{config.shots} examples"
         return f"tasks of {config.ways} classes, with {shots} of each to adapt on"
     return f"regression tasks with {config.shots} points to adapt on"

@@ -2,6 +2,7 @@
 (`metanudge.tasks.episodes.Episodes`).
 """
 
+from metanudge.tasks.augment import Changes
 from metanudge.tasks.episodes import Episodes
 from metanudge.tasks.given import Given
 from metanudge.tasks.labelled import Labelled
@@ -24,6 +25,7 @@ with `SOURCES["name"] = Class`.
 __all__ = [
     "MNIST1D",
     "SOURCES",
+    "Changes",
     "EncodedText",
     "Episodes",
     "Given",

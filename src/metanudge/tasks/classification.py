@@ -1,8 +1,8 @@
 """`ClassEpisodes`: the base of every classification source. Classes and examples are drawn without
 replacement.
 
-One tensor holds all examples on the device, in the compact type they came in; an episode is a set
-of row numbers, drawn with NumPy, and one gather.
+One tensor holds all examples on the device, in the compact type they came in, or a file does where
+they are too many; an episode is a set of row numbers, drawn with NumPy, and one gather.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metanudge.task import Batch, TaskBatch
+from metanudge.tasks.counts import Count
 from metanudge.tasks.draws import Keys, choose, fork
 from metanudge.tasks.episodes import (
     SPLITS,
-    Count,
     Episodes,
     Split,
     Stream,
     as_indices,
     check_split,
 )
+from metanudge.tasks.on_disk import OnDisk
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class ClassEpisodes(Episodes):
     `dtype`, other integers (token numbers) unchanged.
 
     Args:
-        examples: all inputs, shape `(num_examples, *input_shape)`.
+        examples: all inputs, shape `(num_examples, *input_shape)`, in memory or on disk.
         pools: the classes of each split; a split without a pool has no tasks.
         ways, shots, queries, stream: see `Episodes`.
     """
@@ -102,7 +103,7 @@ class ClassEpisodes(Episodes):
 
     def __init__(
         self,
-        examples: Tensor,
+        examples: Tensor | OnDisk,
         pools: Mapping[Split, Pool],
         *,
         ways: Count,
@@ -116,8 +117,11 @@ class ClassEpisodes(Episodes):
                 f"ways={ways} makes tasks of one class, in which there is nothing to tell apart."
                 " Use 2 or more ways."
             )
-        dtype = self.dtype if examples.is_floating_point() else None
-        self._examples = examples.to(self.device, dtype)
+        if isinstance(examples, Tensor):
+            examples = examples.to(
+                self.device, self.dtype if examples.is_floating_point() else None
+            )
+        self._examples = examples
         self._pools = dict(pools)
         self._problems = {split: self._problem(split) for split in SPLITS}
         if all(self._problems.values()):
@@ -163,10 +167,12 @@ class ClassEpisodes(Episodes):
         return found
 
     def episode_rows(self, indices: Iterable[int], split: Split = "train") -> NDArray[np.int64]:
-        """Which examples the episodes are made of, as row numbers of the data: `(num_tasks, ways,
-        shots + queries)`, support first; draws none.
+        """Which examples the episodes, all of one size, are made of, as row numbers of the data:
+        `(num_tasks, ways, shots + queries)`, support first; draws none.
         """
-        return self._rows(self._keys(indices, split), split)
+        numbers = as_indices(indices)
+        ((_, source),) = self._by_size(numbers, split)
+        return source._rows(self._keys(numbers, split), split)
 
     def _problem(self, split: Split) -> str | None:
         """Why no task can be drawn from a split, or None when all is well."""
@@ -217,8 +223,13 @@ class ClassEpisodes(Episodes):
 
     def _gather(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         tasks, ways, each = rows.shape
-        index = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1)).to(self.device)
-        inputs = self._examples.index_select(0, index).view(tasks, ways * each, *self.input_shape)
+        index = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1))
+        if isinstance(self._examples, OnDisk):
+            found = self._examples.rows(index)
+            found = found.to(self.device, self.dtype if found.is_floating_point() else None)
+        else:
+            found = self._examples.index_select(0, index.to(self.device))
+        inputs = found.view(tasks, ways * each, *self.input_shape)
         if inputs.dtype == torch.uint8:
             inputs = inputs.to(self.dtype).div_(255)
         labels = torch.arange(ways, device=self.device).repeat_interleave(each).repeat(tasks, 1)

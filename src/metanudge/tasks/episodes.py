@@ -21,14 +21,13 @@ from torch import Tensor
 
 from metanudge.names import near
 from metanudge.task import Batch, Task, TaskBatch
+from metanudge.tasks.augment import Augment, augmented
+from metanudge.tasks.counts import WHY, Count, check_count, check_span, is_integer
 from metanudge.tasks.draws import Keys, episode_keys, root_key, uniform
 from metanudge.tasks.support import carrying
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-Count = int | tuple[int, int]
-"""How many; of (least, most) any number in between, anew for other tasks."""
-_WHY = "A task needs at least one class, one support and one query example."
 _SIZES = len(SPLITS) + 1  # random streams of their own, next to those of splits and their classes
 
 
@@ -39,6 +38,8 @@ class Stream(TypedDict, total=False):
     device: torch.device | str
     dtype: torch.dtype
     alike: int
+    augment: Augment | None
+    augment_query: bool
 
 
 class Sizes(Stream, total=False):
@@ -83,6 +84,9 @@ class Episodes(ABC):
         seed: another seed is another stream of tasks; 0 ≤ seed < 2⁶⁴.
         device: where the tensors of a task live.
         dtype: floating dtype of the inputs.
+        augment: a function (inputs `(n, ...)` of a task, generator) → inputs that changes support
+            sets in training, such as `metanudge.tasks.Changes(flip=True)`; see `augmented`.
+        augment_query: change query sets, too.
         alike: so many tasks one after the other have as many ways and shots, so that they stack:
             those of a meta-batch.
 
@@ -119,14 +123,16 @@ class Episodes(ABC):
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        augment: Augment | None = None,
+        augment_query: bool = False,
         alike: int = 16,
     ) -> None:
         self.spans = {"ways": check_span("ways", ways), "shots": check_span("shots", shots)}
         self.ways, self.shots = (most for _, most in self.spans.values())
-        self.queries = check_count("queries", queries, why=_WHY)
+        self.queries = check_count("queries", queries, why=WHY)
         self.alike = check_count("alike", alike, why="A size is of at least one task.")
         self._with_support = False
-        if not _is_integer(seed) or not 0 <= seed < 1 << 64:
+        if not is_integer(seed) or not 0 <= seed < 1 << 64:
             raise ValueError(
                 f"seed={seed!r} cannot number a stream of tasks. Use an integer from 0 to 2**64"
                 " - 1."
@@ -138,6 +144,9 @@ class Episodes(ABC):
         self.seed = int(seed)
         self.device = torch.device(device)
         self.dtype = dtype
+        self._augment, self._augment_query = augment, augment_query
+        if augment is not None and not callable(augment):
+            raise TypeError(f"augment={augment!r} is no function. Give one of (inputs, generator).")
 
     @property
     def num_outputs(self) -> int:
@@ -218,8 +227,11 @@ class Episodes(ABC):
         numbers = as_indices(indices)
         tasks: dict[int, Task] = {}
         for places, source in self._by_size(numbers, split):
-            drawn = source.draw(self._keys(numbers[places], split), split)
+            keys = self._keys(numbers[places], split)
+            drawn = source.draw(keys, split)
             batch = drawn if isinstance(drawn, TaskBatch) else TaskBatch(*drawn)
+            if self._augment is not None and split == "train":
+                batch = augmented(batch, keys, self._augment, query=self._augment_query)
             if len(places) == len(numbers):
                 return self._handed_out(batch)
             tasks |= zip(places.tolist(), batch, strict=True)
@@ -280,6 +292,20 @@ class Episodes(ABC):
         numbers = count_from(start) if count is None else range(start, start + count)
         return (self.batch(range(b * size, (b + 1) * size), split) for b in numbers)
 
+    def augmented(self, augment: Augment | None, *, query: bool = False) -> Self:
+        """The same stream with training tasks changed by `augment`, a function of (inputs `(n,
+        ...)` of one task, generator seeded by the episode) that keeps their shape, or by nothing.
+
+        Example:
+            >>> from metanudge.tasks import Sinusoid
+            >>> noisy = Sinusoid().augmented(lambda x, g: x + torch.randn(x.shape, generator=g))
+            >>> torch.equal(noisy.task(3).support[0], Sinusoid().task(3).support[0])
+            False
+        """
+        changed = copy.copy(self)
+        changed._augment, changed._augment_query = augment, query
+        return changed
+
     def to(self, device: torch.device | str) -> Self:
         """The same stream of tasks on another device; this source stays as it is.
 
@@ -320,33 +346,6 @@ class Episodes(ABC):
         parts += [f"input_shape={self.input_shape}"]
         parts += ["classes=" + "/".join(map(str, sizes))] if any(sizes) else []
         return f"{type(self).__name__}({', '.join(parts)}, device={str(self.device)!r})"
-
-
-def check_count(name: str, value: int, *, why: str) -> int:
-    """`value` as an int; raises `ValueError` unless it is a positive integer."""
-    if not _is_integer(value) or value < 1:
-        raise ValueError(f"{name}={value!r} is not a positive integer. {why}")
-    return int(value)
-
-
-def check_span(name: str, value: Count) -> tuple[int, int]:
-    """The least and the most; raises `ValueError` unless they are positive integers in this order.
-
-    Example:
-        >>> check_span("ways", 5), check_span("ways", (3, 10))
-        ((5, 5), (3, 10))
-    """
-    pair = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
-    least, most = (check_count(name, one, why=_WHY) for one in pair)
-    if least > most:
-        raise ValueError(
-            f"{name}={value!r} runs backwards. Give the least first: ({most}, {least})."
-        )
-    return least, most
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_split(split: str) -> None:

@@ -4,8 +4,10 @@ or a CSV file.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -15,7 +17,9 @@ from torch import Tensor
 
 from metanudge.tasks.class_splits import FRACTIONS, Splits, split_classes
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import Count, Sizes, Split, Stream, check_span
+from metanudge.tasks.counts import Count, check_span
+from metanudge.tasks.episodes import Sizes, Split, Stream
+from metanudge.tasks.on_disk import OnDisk
 from metanudge.tasks.read_csv import read_csv
 from metanudge.tasks.read_dataset import read_dataset
 from metanudge.tasks.read_folder import ImageSize, read_folder
@@ -39,7 +43,8 @@ class Labelled(ClassEpisodes):
 
     Args:
         x: inputs, shape `(num_examples, ...)`. Floats come out in `dtype`; uint8 is taken for
-            images and comes out in [0, 1]; other integers (token numbers) stay as they are.
+            images and comes out in [0, 1]; other integers (token numbers) stay as they are. What is
+            mapped from a file (`np.load(file, mmap_mode="r")`) stays there.
         y: one label per example: integers or strings.
         ways, shots, queries: classes per task, support and query examples per class.
         splits: fractions of the classes for train, val and test, or lists of classes: `{"train":
@@ -65,7 +70,7 @@ class Labelled(ClassEpisodes):
 
     def __init__(
         self,
-        x: Tensor | ArrayLike,
+        x: Tensor | ArrayLike | OnDisk,
         y: Tensor | Sequence[Any] | NDArray[Any],
         *,
         ways: Count = 5,
@@ -77,18 +82,24 @@ class Labelled(ClassEpisodes):
         standardise: bool | Standardisation = False,
         **stream: Unpack[Stream],
     ) -> None:
+        if isinstance(x, np.memmap):
+            x = OnDisk.of(x)
         examples = _as_examples(x)
         pools = class_pools(y, len(examples), splits, split_seed)
         self.standardisation = _standardisation(standardise, examples, pools["train"])
         if self.standardisation is not None:
-            examples = self.standardisation.apply(examples)
+            scale = self.standardisation
+            if isinstance(examples, OnDisk):
+                examples = replace(examples, standardisation=scale)
+            else:
+                examples = scale.apply(examples)
         self.columns: tuple[str, ...] | None = None
         self._fingerprint: str | None = None
         if drop_small:
             needed = check_span("shots", shots)[1] + queries
             pools = {split: pool.without_small(needed) for split, pool in pools.items()}
         super().__init__(examples, pools, ways=ways, shots=shots, queries=queries, **stream)
-        _check_range(self._examples, examples)
+        _check_range(self._examples, examples, self.dtype)
 
     def fingerprint(self) -> str | None:
         """Hex sha256 of the files it was read from; None for arrays and data sets."""
@@ -101,15 +112,27 @@ class Labelled(ClassEpisodes):
         *,
         input_key: str | int | None = None,
         label_key: str | int | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        grey: bool | None = None,
+        on_disk: bool | None = None,
         **options: Unpack[LabelledOptions],
     ) -> Self:
-        """From a torch `Dataset` (or anything with length and items) that is read into memory once.
+        """From a data set of torch, torchvision or Hugging Face's `datasets` (or anything with
+        length and items), read once.
+
+        Its transforms are those of its items; classes keep their names where the data set has them
+        (`classes`, or a `ClassLabel` among `features`).
 
         Args:
-            dataset: its items are pairs (input, label), or dicts as HuggingFace data sets have
-                them. Inputs are tensors, arrays, numbers or Pillow images, all of one shape.
+            dataset: its items are pairs (input, label), or dicts as `datasets` has them. Inputs are
+                tensors, arrays, numbers or Pillow images, all of one shape.
             input_key, label_key: the keys of a dict item (usual names such as "image" and "label"
                 are found without), or the places in a tuple item (0 and 1).
+            image_size: side, or (height, width), that Pillow images are resized to; None keeps
+                them.
+            grey: Pillow images get one channel or three; None leaves grey ones grey.
+            on_disk: keep the inputs in a file, which is gone with the source, so that they need not
+                fit into memory; None where they take more than 256 MiB.
             options: see `Labelled`.
 
         Example:
@@ -118,7 +141,17 @@ class Labelled(ClassEpisodes):
             ...     splits=(0.5, 0.0, 0.5)).classes("train")
             ('1', '2', '3')
         """
-        return cls(*read_dataset(dataset, input_key=input_key, label_key=label_key), **options)
+        x, y, note = read_dataset(
+            dataset,
+            input_key=input_key,
+            label_key=label_key,
+            image_size=image_size,
+            grey=grey,
+            on_disk=on_disk,
+        )
+        source = cls(x, y, **options)
+        source.note = note
+        return source
 
     @classmethod
     def from_folder(
@@ -127,6 +160,7 @@ class Labelled(ClassEpisodes):
         *,
         image_size: ImageSize = "auto",
         grey: bool | None = None,
+        on_disk: bool | None = None,
         standardise: bool | Standardisation = False,
         splits: Splits = FRACTIONS,
         split_seed: int = 0,
@@ -142,6 +176,10 @@ class Labelled(ClassEpisodes):
                 "auto" takes the images' own size where they agree and squares where they do not,
                 the longest side at most 84 pixels.
             grey: one channel instead of three; None where all images are grey.
+            on_disk: decode the examples once into a file of the cache folder ($METANUDGE_CACHE)
+                and read them there, so that they need not fit into memory; None where they take
+                more than 256 MiB. Another listing of the folder, size or time of a file is decoded
+                anew.
             standardise, splits, split_seed, drop_small, sizes: see `Labelled`.
 
         A class folder holds images (PNG, JPEG, BMP, GIF, WebP, TIFF or PPM) or arrays: .npy, .npz
@@ -149,7 +187,7 @@ class Labelled(ClassEpisodes):
         turned as their EXIF data say, what is transparent becomes white, and an animation is its
         first picture. The order of the examples follows the sorted names, not the file system.
         """
-        read = read_folder(path, image_size=image_size, grey=grey)
+        read = read_folder(path, image_size=image_size, grey=grey, on_disk=on_disk)
         source = cls(
             read.examples,
             read.labels,
@@ -236,34 +274,51 @@ def _check_no_quantity(labels: Sequence[str], name: str) -> None:
 
 
 def _standardisation(
-    wanted: bool | Standardisation, examples: Tensor, train: Pool
+    wanted: bool | Standardisation, examples: Tensor | OnDisk, train: Pool
 ) -> Standardisation | None:
+    width = math.prod(examples.shape[1:])
     if isinstance(wanted, Standardisation):
-        if len(wanted.mean) != examples[0].numel():
+        if len(wanted.mean) != width:
             raise ValueError(
-                f"standardise has the means of {len(wanted.mean)} columns, but x has"
-                f" {examples[0].numel()}. Give others."
+                f"standardise has the means of {len(wanted.mean)} columns, but x has {width}. Give"
+                " others."
             )
         return wanted
     if not wanted or not len(train.names):
         return None
     if not examples.is_floating_point():
+        what = examples.data.dtype if isinstance(examples, OnDisk) else examples.dtype
         raise ValueError(
-            f"standardise=True needs floating inputs, and x is {examples.dtype}. Convert it, or"
-            " leave standardise out."
+            f"standardise=True needs floating inputs, and x is {what}. Convert it, or leave"
+            " standardise out."
         )
-    return Standardisation.of(examples[torch.from_numpy(train.members())].cpu().numpy())
+    rows = torch.from_numpy(train.members())
+
+    def read(part: slice) -> NDArray[np.floating]:
+        if isinstance(examples, OnDisk):
+            return examples.rows(rows[part]).numpy()
+        return examples[rows[part].to(examples.device)].cpu().numpy()
+
+    return Standardisation.over(len(rows), width, read)
 
 
-def _check_range(stored: Tensor, given: Tensor) -> None:
-    if stored.is_floating_point() and not bool(stored.isfinite().all()):
+def _check_range(held: Tensor | OnDisk, given: Tensor | OnDisk, dtype: torch.dtype) -> None:
+    """Refuse finite numbers that are infinite in the type of the inputs."""
+    if not given.is_floating_point():
+        return
+    stored = (part.to(dtype) for part in held.parts()) if isinstance(held, OnDisk) else [held]
+    if not all(bool(part.isfinite().all()) for part in stored):
+        whole = given.data if isinstance(given, OnDisk) else given
         raise ValueError(
-            f"x holds numbers of up to {float(given.abs().max()):.3g}, which are infinite in"
-            f" {stored.dtype}. Scale them down."
+            f"x holds numbers of up to {float(whole.abs().max()):.3g}, which are infinite in"
+            f" {dtype}. Scale them down."
         )
 
 
-def _as_examples(x: Tensor | ArrayLike) -> Tensor:
+def _as_examples(x: Tensor | ArrayLike | OnDisk) -> Tensor | OnDisk:
+    if isinstance(x, OnDisk):
+        _check(x)
+        return x
     if isinstance(x, Tensor):
         examples = x.detach()
     else:
@@ -274,30 +329,40 @@ def _as_examples(x: Tensor | ArrayLike) -> Tensor:
                 " (num_examples, ...). Encode text first, and make all inputs the same shape."
             )
         examples = torch.from_numpy(np.ascontiguousarray(array))
-    if examples.is_complex():
+    if examples.ndim == 1:
+        examples = examples[:, None]  # a model needs a feature axis
+    _check(examples)
+    if examples.dtype == torch.bool:
+        return examples.float()
+    keep = examples.dtype == torch.uint8 or examples.is_floating_point()
+    return examples if keep else examples.long()
+
+
+def _check(examples: Tensor | OnDisk) -> None:
+    """Refuse what cannot be inputs."""
+    whole = examples.data if isinstance(examples, OnDisk) else examples
+    if whole.is_complex():
         raise TypeError(
             "x is complex; inputs must be real numbers. Stack real and imaginary part on an axis of"
             " their own."
         )
-    if examples.ndim == 0 or len(examples) == 0:
+    if whole.ndim == 0 or len(whole) == 0:
         raise ValueError(
-            f"x has shape {tuple(examples.shape)} and so no examples. Give shape (num_examples,"
-            " ...)."
+            f"x has shape {tuple(whole.shape)} and so no examples. Give shape (num_examples, ...)."
         )
-    if examples.ndim == 1:
-        examples = examples[:, None]  # a model needs a feature axis
-    if examples.is_floating_point():
-        finite = examples.isfinite().flatten(1).all(dim=1)
-        if not finite.all():
-            rows = (~finite).nonzero().flatten().tolist()
-            raise ValueError(
-                f"x holds NaN or infinity in {len(rows)} examples, the first is number {rows[0]}."
-                " They would spread to every parameter; correct these examples or leave them out."
-            )
-        return examples
-    if examples.dtype == torch.bool:
-        return examples.float()
-    return examples if examples.dtype == torch.uint8 else examples.long()
+    if not whole.is_floating_point():
+        return
+    rows: list[int] = []
+    first = 0
+    for part in examples.parts() if isinstance(examples, OnDisk) else [whole]:
+        finite = part.isfinite().flatten(1).all(dim=1)
+        rows += [first + row for row in (~finite).nonzero().flatten().tolist()]
+        first += len(part)
+    if rows:
+        raise ValueError(
+            f"x holds NaN or infinity in {len(rows)} examples, the first is number {rows[0]}."
+            " They would spread to every parameter; correct these examples or leave them out."
+        )
 
 
 def _as_labels(

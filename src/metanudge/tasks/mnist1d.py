@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from metanudge.tasks.cache import cache_folder, load_arrays, save_arrays
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import SPLITS, About, Count, Stream
+from metanudge.tasks.counts import Count
+from metanudge.tasks.episodes import SPLITS, About, Stream
 from metanudge.tasks.mnist1d_recipe import LENGTH, NUM_CLASSES, MNIST1DArrays, generate
 
 _NAMES = tuple(str(digit) for digit in range(NUM_CLASSES))

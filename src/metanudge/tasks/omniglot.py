@@ -16,7 +16,8 @@ import torch
 
 from metanudge.names import near
 from metanudge.tasks.classification import ClassEpisodes, Pool
-from metanudge.tasks.episodes import SPLITS, About, Count, Split, Stream
+from metanudge.tasks.counts import Count
+from metanudge.tasks.episodes import SPLITS, About, Split, Stream
 from metanudge.tasks.omniglot_files import DRAWERS, find_files, load_omniglot, verify_file
 
 _RANDOM_SIZES = {"train": 1100, "val": 100, "test": 423}

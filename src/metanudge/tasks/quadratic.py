@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.task import Batch, Task
+from metanudge.tasks.counts import check_count
 from metanudge.tasks.draws import Keys, fork, normal, uniform
-from metanudge.tasks.episodes import Episodes, Split, check_count
+from metanudge.tasks.episodes import Episodes, Split
 
 
 class QuadraticModel(nn.Module):

@@ -8,17 +8,19 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from metanudge.names import shown, some
+from metanudge.tasks.cache import cache_folder
 from metanudge.tasks.images import FORMATS, as_seen, image_tensor, is_grey, opened, upright_size
+from metanudge.tasks.on_disk import OnDisk, read_examples, wanted, write_examples
 from metanudge.tasks.unpack import read_arrays
 
 ImageSize = int | tuple[int, int] | Literal["auto"] | None
@@ -44,17 +46,22 @@ class Folder:
         examples: all of them, in the order of the sorted names.
         labels: the sub-folder that each is from.
         fingerprint: hex sha256 of the names and contents of their files.
-        note: what was decided about the size of pictures; empty where there was nothing to decide.
+        note: what was decided about the size of pictures, and where they are kept; empty where
+            there was nothing to decide.
     """
 
-    examples: Tensor
+    examples: Tensor | OnDisk
     labels: list[str]
     fingerprint: str
     note: str
 
 
 def read_folder(
-    path: str | os.PathLike[str], *, image_size: ImageSize = "auto", grey: bool | None = None
+    path: str | os.PathLike[str],
+    *,
+    image_size: ImageSize = "auto",
+    grey: bool | None = None,
+    on_disk: bool | None = False,
 ) -> Folder:
     """All examples of a folder; see `Labelled.from_folder` for what the files may be."""
     root = Path(path)
@@ -66,23 +73,69 @@ def read_folder(
         size, note = _common_size(sizes)
     else:
         size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    grey = all_grey if grey is None else grey
-    digest = hashlib.sha256()
-    examples: list[Tensor] = []
-    for file in files:
-        data = read_bytes(file)
-        name = os.fsencode(file.relative_to(root).as_posix())
-        digest.update(b"%d %d\n" % (len(name), len(data)) + name + hashlib.sha256(data).digest())
-        example = parse(file, data, size=size, grey=grey)
-        if examples and example.shape != examples[0].shape:
-            raise ValueError(
-                f"{shown(file)} has shape {tuple(example.shape)}, but {shown(files[0])} has"
-                f" {tuple(examples[0].shape)}. All examples must have the same shape; images are"
-                " made so with image_size=."
-            )
-        examples.append(example)
+    reading = _Reading(root, files, size, all_grey if grey is None else grey)
     labels = [file.parent.name for file in files]
-    return Folder(torch.stack(examples), labels, digest.hexdigest(), note)
+    first = parse(files[0], read_bytes(files[0]), size=size, grey=reading.grey)
+    if not wanted(on_disk, first, len(files)):
+        return Folder(torch.stack(list(reading)), labels, reading.digest.hexdigest(), note)
+    kept = reading.cache_file()
+    found = read_examples(kept)
+    if found is None:
+        write_examples(kept, reading, len(files), reading.about)
+        for other in kept.parent.glob(f"{kept.name.partition('-')[0]}-*.bin"):
+            if other != kept:  # of the same folder, before it was changed
+                other.unlink(missing_ok=True)
+        found = read_examples(kept)
+    if found is None or len(found[0]) != len(files):
+        raise ValueError(f"{kept} cannot be read back. Look at the disk it is on.")
+    held, about = found
+    where = f"kept decoded in {shown(kept)} ({held.data.nbytes / 2**20:,.0f} MiB), not in memory"
+    return Folder(held, labels, about["fingerprint"], "; ".join(filter(None, [note, where])))
+
+
+@dataclass
+class _Reading:
+    """The examples of a folder, one after the other; their digest grows as they are read."""
+
+    root: Path
+    files: Sequence[Path]
+    size: tuple[int, int] | None
+    grey: bool
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        first: Tensor | None = None
+        for file in self.files:
+            data = read_bytes(file)
+            name = os.fsencode(file.relative_to(self.root).as_posix())
+            self.digest.update(b"%d %d\n" % (len(name), len(data)) + name)
+            self.digest.update(hashlib.sha256(data).digest())
+            example = parse(file, data, size=self.size, grey=self.grey)
+            first = example if first is None else first
+            if example.shape != first.shape:
+                raise ValueError(
+                    f"{shown(file)} has shape {tuple(example.shape)}, but {shown(self.files[0])}"
+                    f" has {tuple(first.shape)}. All examples must have the same shape; images are"
+                    " made so with image_size=."
+                )
+            yield example
+
+    def about(self) -> dict[str, str]:
+        """What is kept beside the decoded examples."""
+        return {"fingerprint": self.digest.hexdigest()}
+
+    def cache_file(self) -> Path:
+        """Where they are kept: a name for the folder and what is made of it, and one for its
+        listing with sizes and times.
+        """
+        whole = f"1\n{self.root.resolve()}\n{self.size}\n{self.grey}\n"
+        place = hashlib.sha256(os.fsencode(whole)).hexdigest()
+        listing = hashlib.sha256()
+        for file in self.files:
+            facts = file.stat()
+            name = os.fsencode(file.relative_to(self.root).as_posix())
+            listing.update(b"%d %d %d\n" % (len(name), facts.st_size, facts.st_mtime_ns) + name)
+        return cache_folder() / "examples" / f"{place[:16]}-{listing.hexdigest()[:32]}.bin"
 
 
 def is_visible(name: str) -> bool:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metanudge.task import Batch
+from metanudge.tasks.counts import Count
 from metanudge.tasks.draws import Keys, fork, normal, uniform
-from metanudge.tasks.episodes import About, Count, Episodes, Split, Stream
+from metanudge.tasks.episodes import About, Episodes, Split, Stream
 
 
 class Sinusoid(Episodes):

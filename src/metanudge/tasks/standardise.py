@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+_AT_ONCE = 1 << 23  # numbers
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,30 @@ class Standardisation:
         """The columns' means and standard deviations over the examples `(n, ...)`; a constant
         column has scale 1.
         """
-        x = examples.reshape(len(examples), -1).astype(np.float64)
+        return cls.over(len(examples), examples[0].size, lambda rows: examples[rows])
+
+    @classmethod
+    def over(cls, count: int, width: int, read: Callable[[slice], NDArray[np.floating]]) -> Self:
+        """The same of examples that are read a few at a time, three times over: `count` of them
+        with `width` numbers each. The bits do not depend on where they are kept.
+        """
+        step = max(1, _AT_ONCE // max(1, width))
+
+        def parts() -> Iterator[NDArray[np.float64]]:
+            for first in range(0, count, step):
+                part = read(slice(first, min(first + step, count)))
+                yield part.reshape(len(part), -1).astype(np.float64)
+
+        extremes = [(part.min(axis=0), part.max(axis=0)) for part in parts()]
+        low = np.min([one for one, _ in extremes], axis=0)
+        high = np.max([one for _, one in extremes], axis=0)
         # so that squares of large numbers do not overflow
-        power = np.frexp(np.abs(x).max(axis=0))[1]
-        z = np.ldexp(x, -power)
-        scale = np.where(np.ptp(z, axis=0) > 0, np.ldexp(z.std(axis=0), power), 1.0)
-        return cls(tuple(np.ldexp(z.mean(axis=0), power).tolist()), tuple(scale.tolist()))
+        power = np.frexp(np.maximum(np.abs(low), np.abs(high)))[1]
+        mean = sum(np.ldexp(part, -power).sum(axis=0) for part in parts()) / count
+        squares = sum(np.square(np.ldexp(part, -power) - mean).sum(axis=0) for part in parts())
+        varied = np.ldexp(high, -power) > np.ldexp(low, -power)
+        scale = np.where(varied, np.ldexp(np.sqrt(squares / count), power), 1.0)
+        return cls(tuple(np.ldexp(mean, power).tolist()), tuple(scale.tolist()))
 
     def apply(self, x: Tensor) -> Tensor:
         """Inputs `(n, ...)` on the common scale, in double precision."""

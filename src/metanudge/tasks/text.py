@@ -17,9 +17,10 @@ from torch import Tensor
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tasks.class_splits import FRACTIONS, Splits
 from metanudge.tasks.classification import ClassEpisodes
+from metanudge.tasks.counts import Count, check_count, check_span
 from metanudge.tasks.draws import Keys
 from metanudge.tasks.encoder import encode
-from metanudge.tasks.episodes import Count, Sizes, Split, Stream, check_count, check_span
+from metanudge.tasks.episodes import Sizes, Split, Stream
 from metanudge.tasks.labelled import Labelled, class_pools
 from metanudge.tasks.read_texts import read_texts
 from metanudge.tasks.standardise import Standardisation
@@ -209,6 +210,7 @@ class Text(ClassEpisodes):
         there = np.arange(width) < lengths[:, None]
         index = np.where(there, self._starts[flat][:, None] + np.arange(width), 0)
         mask = torch.from_numpy(there).to(self.device)
+        assert isinstance(self._examples, Tensor)
         ids = self._examples[torch.from_numpy(index).to(self.device)].where(mask, self.form.pad)
         labels = torch.arange(ways, device=self.device).repeat_interleave(each)
         return {"input_ids": ids, "attention_mask": mask.long()}, labels

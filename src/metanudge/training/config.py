@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tyro
 
 from metanudge.training.device import Precision
-from metanudge.training.errors import UserError, check_count, check_text, check_ways
+from metanudge.training.errors import ChangedError, UserError, check_count, check_text, check_ways
 from metanudge.training.files import SEAL, is_intact, read_text, seal
 from metanudge.training.upgrade import parsed, settings, upgrade
 from metanudge.version import __version__
@@ -60,8 +60,8 @@ class TrainConfig:
         str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA", help_behavior_hint="")
     ] = ""
     """What to train on: mnist1d, omniglot, sinusoid, a FOLDER with one sub-folder per class, a .csv
-    file, texts with --text and --label, or given tasks: a table with --task-column and --target, or
-    a folder with one table a task and --target.
+    file, texts with --text and --label, given tasks (a table with --task-column and --target, or a
+    folder with one table a task and --target), or your own source or data set as module:attribute.
     """
 
     ways: int | str | None = None
@@ -112,6 +112,14 @@ class TrainConfig:
     encoder: str | None = None
     """Texts: folder or name of a frozen encoder; its features, computed once, are the inputs."""
 
+    augment: str = "none"
+    """Change the support sets of training tasks: flip, shift=PIXELS, noise=STD with commas, or your
+    own function of (inputs, generator) as module:attribute.
+    """
+
+    augment_query: bool = False
+    """Change their query sets, too."""
+
     model: str = "auto"
     """auto, conv1d, conv4, mlp, text or transformer with options (conv4:channels=32), a text
     classifier as hf:FOLDER or hf:NAME, or your own as module:attribute.
@@ -124,6 +132,17 @@ class TrainConfig:
 
     peft: str = "none"
     """Adapters for a model hf:…, whose own weights stay: lora:r=8,target_modules=[query,value]."""
+
+    loss: str = "auto"
+    """auto (cross-entropy; squared error in regression), or your own loss(output, target) as
+    module:attribute.
+    """
+
+    query_loss: str = "same"
+    """Your own loss of query sets, where it is another than --loss: module:attribute."""
+
+    metrics: str = ""
+    """Functions of (output, target) to measure: NAME=module:attribute, several with commas."""
 
     lam: float = 2.0
     """Stiffness λ of the proximal term that ties a task's parameters to the initialisation."""
@@ -163,7 +182,9 @@ class TrainConfig:
     """
 
     optimizer: str = "adam:lr=0.01"
-    """The outer optimizer: any of torch.optim, or clippedgd, normalizedgd, sngdm."""
+    """The outer optimizer: any of torch.optim, clippedgd, normalizedgd, sngdm, or your own as
+    module:attribute (with options: my_optim:Lion:lr=0.001).
+    """
 
     schedule: Schedule = "constant"
     """Learning rate over the run: constant, or cosine from its value down to 0."""
@@ -266,6 +287,8 @@ class TrainConfig:
                     f"{flag(own)} {getattr(self, own)} was given, but {what} not learned. Add"
                     f" {flag(learn)} tensor, or leave {flag(own)} out."
                 )
+        if self.augment_query and self.augment == "none":
+            raise UserError("--augment-query needs --augment. Say how tasks are to be changed.")
         if not self.patterns:
             raise UserError(
                 f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of"
@@ -344,18 +367,6 @@ class TrainConfig:
         """The fields in which two configurations differ, with both values."""
         mine, theirs = self.to_dict(), other.to_dict()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
-
-
-class ChangedError(UserError):
-    """A configuration that is not what was sealed.
-
-    Attributes:
-        config: as it is now.
-    """
-
-    def __init__(self, message: str, config: TrainConfig) -> None:
-        super().__init__(message)
-        self.config = config
 
 
 _MOST_BYTES = 1 << 20  # of a configuration's file

@@ -111,6 +111,10 @@ class Data:
     def _flags(self) -> tuple[str, ...]:
         return _OWN_FLAGS + self.own_flags
 
+    def build(self, **options: Any) -> Episodes:
+        """The source, with its options, sizes and stream."""
+        return self.make(**options)
+
     def options(self, text: str) -> dict[str, Any]:
         """What `--data-options` says, as the types that are declared."""
         raw = split_options(text, "--data-options")

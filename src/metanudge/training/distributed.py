@@ -190,7 +190,8 @@ def combine(
     Raises on every rank what one of them met: `NonFiniteError`, or `Interrupted` where it broke
     off.
     """
-    means = (_QUERY if measured else ()) + _INNER
+    extra = [f"query_{name}" for name in learner.metrics] if measured else []
+    means = (*(_QUERY if measured else ()), *extra, *_INNER)
     if group.world > 1:
         return _reduced(share, group, learner, tasks, means, signal)
     if share.failure is not None:
@@ -200,8 +201,14 @@ def combine(
         raise Interrupted(signal)
     assert share.stats is not None
     names = (*means, "nu", "error", "gradient_norm")
-    values = {name: getattr(share.stats, name) for name in names}
+    values = {name: _value(share.stats, name) for name in names}
     return share.gradient, values | _told(share.stats.nudged), signal
+
+
+def _value(stats: Stats, name: str) -> Any:
+    """A statistic by its name, or the user's own metric."""
+    own = stats.extra.get(name.removeprefix("query_"))
+    return getattr(stats, name) if name in (*_QUERY, *_INNER) or own is None else own
 
 
 def _told(nudged: bool) -> dict[str, Any]:
@@ -220,7 +227,7 @@ def _reduced(
     """The same over several ranks: one all-reduce."""
     stats = share.stats
     weight = 0.0 if stats is None else stats.tasks / tasks
-    own = {name: getattr(stats, name) for name in means} if stats is not None else {}
+    own = {name: _value(stats, name) for name in means} if stats is not None else {}
     if stats is not None:
         own["nu"] = stats.nu or 0.0
         own["error"] = (stats.error or 0.0) * stats.gradient_norm

@@ -63,6 +63,18 @@ class UserError(Exception):
     """
 
 
+class ChangedError(UserError):
+    """A configuration that is not what was sealed.
+
+    Attributes:
+        config: as it is now.
+    """
+
+    def __init__(self, message: str, config: Any) -> None:
+        super().__init__(message)
+        self.config = config
+
+
 class StopTraining(Exception):
     """A run that ends early, in good order.
 

@@ -170,7 +170,8 @@ class Trainer:
         count = min(count, self.source.num_tasks(split) or count)
         group, stop = self.around.group, self.around.stop
         size = max(1, self.course.tasks * self.learner.estimator.width)
-        columns = torch.zeros(4, count, dtype=torch.float64)
+        names = list(self.learner.metrics)
+        columns = torch.zeros(4 + 2 * len(names), count, dtype=torch.float64)
         self._obey()
         for first in range(0, count, size * group.world):
             begin = first + size * group.rank
@@ -182,11 +183,9 @@ class Trainer:
                         partial(self.learner.evaluate, batch, seed=mix(self.course.seed, 4)),
                         rows=len(batch),
                     )
-                    columns[:, places.start : places.stop] = torch.stack(
-                        [result.loss_before, result.accuracy_before, result.loss, result.accuracy]
-                    )
+                    columns[:, places.start : places.stop] = result.columns(names)
             self._obey()
-        return Evaluation(*group.sum(columns))
+        return Evaluation.of(group.sum(columns), names)
 
     def engine(self) -> str:
         """The name of the engine that meta-steps run on."""

@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from typing import Any
 
 from metanudge.names import near
+from metanudge.training.config import own_code
 from metanudge.training.errors import UserError
+from metanudge.training.spec_language import split_options
+
+
+def named(text: str, flag: str, *, makes: str) -> tuple[str, dict[str, str], Any]:
+    """Name, raw options and what is imported of `module:attribute:options`."""
+    own = own_code(text)
+    assert own is not None, text
+    module, attribute, options = own
+    found = import_own(module, attribute, flag, makes=makes)
+    name = f"{module}:{attribute}"
+    return name, split_options(options, f"{flag} {name}"), found
+
+
+def function(text: str, flag: str, *, makes: str) -> tuple[str, dict[str, str], Any]:
+    """The same, where it may be called: a class, an object or a function that is no part of Python
+    itself.
+    """
+    own = named(text, flag, makes=makes)
+    found = own[2]
+    home = str(getattr(inspect.unwrap(found), "__module__", "")).partition(".")[0]
+    if not callable(found) or home in sys.stdlib_module_names:
+        raise UserError(
+            f"{flag} {own[0]} is {getattr(found, '__qualname__', type(found).__name__)!r} of"
+            f" {home or 'no module'}, which makes no {makes}. Name a function or class of yours."
+        )
+    return own
 
 
 def import_own(module: str, attribute: str, flag: str, *, makes: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from metanudge.tasks.images import is_picture
 from metanudge.training.config import TrainConfig, flag
 from metanudge.training.data import Data, DataShapes
 from metanudge.training.errors import UserError
+from metanudge.training.own_code import function, named
+from metanudge.training.specs import make
 
 TABLES = (".csv", ".tsv")
 
@@ -54,6 +57,45 @@ class GivenTasks(Table):
     def as_remembered(self, given: dict[str, Any], shapes: DataShapes) -> dict[str, Any]:
         """The same columns and targets on the same scales."""
         return super().as_remembered(given, shapes) | {"target_scale": shapes.target_scale}
+
+
+class OwnSource(Data):
+    """A source of tasks that code of the user's own makes, or a data set for `Labelled`."""
+
+    def build(self, **options: Any) -> Episodes:
+        """The source; what the code does not take is left to the data set's own."""
+        takes = inspect.signature(self.make).parameters
+        if not any(kind.kind is inspect.Parameter.VAR_KEYWORD for kind in takes.values()):
+            left = {name: options.pop(name) for name in list(options) if name not in takes}
+        else:
+            left = {}
+        made = make("DATA", self.name, self.make, **options)
+        if not isinstance(made, Episodes):
+            if not (hasattr(made, "__getitem__") or hasattr(made, "__iter__")):
+                raise UserError(
+                    f"{self.name} made a {type(made).__name__}. Name a source of tasks"
+                    " (metanudge.tasks.Episodes), a data set of (input, label) items, or what makes"
+                    " one."
+                )
+            return Labelled.from_dataset(made, **left)
+        for name in ("ways", "shots", "queries"):
+            if name in left:
+                raise UserError(
+                    f"{flag(name)} {left[name]}: {self.name} takes no {name} and decides them"
+                    " itself. Leave the flag out."
+                )
+        return made.to(left.get("device", made.device))
+
+
+def own_source(text: str) -> Data:
+    """The source of tasks, or what makes one, that module:attribute names."""
+    name, options, found = named(text, "DATA", makes="source of tasks")
+    if options:
+        raise UserError(f"{text}: options of data are --data-options. Write {name}.")
+    if isinstance(found, type) or inspect.isroutine(found) or isinstance(found, functools.partial):
+        function(text, "DATA", makes="source of tasks")
+        return OwnSource(name, "own tasks", found)
+    return OwnSource(name, "own tasks", lambda: found)
 
 
 def own_data(text: str) -> Data | None:

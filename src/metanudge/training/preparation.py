@@ -105,7 +105,7 @@ def _contents(folder: Path) -> list[str]:
 
 
 def _default_folder(config: TrainConfig, group: Group) -> Path:
-    name = Path(config.data).expanduser().resolve().stem
+    name = Path(config.data).expanduser().resolve().stem.replace(":", "-")
     if group.job is not None:  # an earlier start of this job may have chosen a name; go on there
         for folder in Path("runs").glob(f"{glob.escape(name)}-*"):
             if job_of(folder) == group.job:
@@ -122,6 +122,8 @@ def read_data(
     group, note = around.group, around.note
     device = device_called(config.device)
     check_sinks(config.sinks)
+    if config.encoder is not None:
+        note(f"features of {Path(config.encoder).name}: computed once, then read from the cache")
     remembered = (
         DataShapes.from_dict(plan.checkpoint.state["shapes"])
         if plan.checkpoint is not None

@@ -1,6 +1,6 @@
-"""What a run says while it goes: a live line on a terminal, a plain line every few seconds
-elsewhere, and what it notices: inner steps that overshoot, a meta-gradient that drowns in its
-error, hours that nobody expects.
+"""What a run says while it goes: a live line on a terminal and in a notebook, a plain line every
+few seconds elsewhere, and what it notices: inner steps that overshoot, a meta-gradient that drowns
+in its error, hours that nobody expects.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from metanudge.training.config import TrainConfig
 from metanudge.training.metrics import LEARNED, describe_learned
 
 _SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_CHANGES = 0.5  # in a notebook
 _RECENT = 20  # meta-steps that a watch looks at
 _LOOK = 3
 _LONG = 3600.0
@@ -54,7 +55,9 @@ Quiet = Reporter
 
 
 class ConsoleReporter(Reporter):
-    """Live progress with rich on a terminal, plain lines where there is none."""
+    """Live progress with rich on a terminal, one output that changes in a notebook, plain lines
+    where there is neither.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console if console is not None else Console(highlight=False, soft_wrap=True)
@@ -64,14 +67,17 @@ class ConsoleReporter(Reporter):
         self._total = 0
         self._last_line = 0.0
         self._measured: dict[str, Any] = {}
+        self._notebook: NotebookOutput | None = None
 
     def begin(self, facts: Sequence[tuple[str, str]], *, total: int, done: int) -> None:
         """The facts as a small table, then the bar."""
         width = max(len(name) for name, _ in facts)
-        for name, text in facts:
-            self.console.print(f"[bold]{name:<{width}}[/]  {_escape(text)}")
-        self.console.print()
+        lines = [f"[bold]{name:<{width}}[/]  {_escape(text)}" for name, text in facts]
+        self.console.print("\n".join([*lines, ""]))  # at once: a notebook frames what is printed
         self._total, self._pace = total, Pace()
+        if self.console.is_jupyter:
+            self._notebook = NotebookOutput()
+            return
         if self.console.is_terminal:
             self._live = Progress(
                 TextColumn("[bold]{task.description}"), BarColumn(bar_width=24),
@@ -96,14 +102,17 @@ class ConsoleReporter(Reporter):
             if "val_loss" in values:
                 self._live.console.print(f"step {done}/{self._total} · {_escape(describe(values))}")
             return
-        now = time.monotonic()
-        if (
-            now - self._last_line >= _SECONDS_BETWEEN_LINES
-            or "val_loss" in values
-            or done == self._total
-        ):
+        now, seconds = time.monotonic(), _SECONDS_BETWEEN_LINES
+        if self._notebook is not None:
+            seconds = _SECONDS_BETWEEN_CHANGES
+        validated = "val_loss" in values
+        if now - self._last_line >= seconds or validated or done == self._total:
             self._last_line = now
-            self.console.print(f"step {done}/{self._total} · {_escape(text)}")
+            line = f"step {done}/{self._total} · {text}"
+            if self._notebook is not None:
+                self._notebook.show(line, keep=validated)
+            else:
+                self.console.print(_escape(line))
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar."""
@@ -126,6 +135,25 @@ class ConsoleReporter(Reporter):
             table.add_row(name, _escape(text))
         self.console.print()
         self.console.print(table)
+
+
+class NotebookOutput:
+    """An output of a notebook's cell that changes while a run goes. It is plain text, which every
+    notebook shows and keeps; rich's own would need ipywidgets.
+    """
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._kept: list[str] = []
+        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def show(self, line: str, *, keep: bool = False) -> None:
+        """Put a line in the place of the last one, unless that was to be kept."""
+        shown = "\n".join([*self._kept, printable(line)])
+        self._handle.update({"text/plain": shown}, raw=True)
+        if keep:
+            self._kept.append(printable(line))
 
 
 class Pace:

@@ -28,10 +28,10 @@ from metanudge.learner import MetaLearner
 from metanudge.models import Prototypes
 from metanudge.tasks import SOURCES, Episodes
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from metanudge.training.config import MAY_CHANGE, ChangedError, Device, TrainConfig
+from metanudge.training.config import MAY_CHANGE, Device, TrainConfig
 from metanudge.training.data import DataShapes
 from metanudge.training.device import computing_in
-from metanudge.training.errors import UserError, count
+from metanudge.training.errors import ChangedError, UserError, count
 from metanudge.training.loop import load_weights, weights_of
 from metanudge.training.sources import (
     build_learner,
@@ -74,7 +74,9 @@ class Run:
     def source(self) -> Episodes:
         """The episodes the run was trained on; read when first asked for."""
         device = next(self.learner.parameters()).device
-        return build_source(self.config, device=device, remembered=self.shapes)
+        # in use, nothing is augmented
+        config = dataclasses.replace(self.config, augment="none", augment_query=False)
+        return build_source(config, device=device, remembered=self.shapes)
 
     def for_ways(self, ways: int) -> Self:
         """The same learner for tasks of this number of classes; `UserError` where its last layer is

@@ -12,18 +12,19 @@ from metanudge.engines.randomness import mix
 from metanudge.estimators.run import check_learnable
 from metanudge.learner import MetaLearner
 from metanudge.models import Prototypes
+from metanudge.objective import Loss
 from metanudge.problem import UnmatchedPattern
 from metanudge.rates import InnerRates, RatePer
 from metanudge.solvers import GradientDescent
 from metanudge.tasks import SOURCES, EncodedText, Episodes, Given, Text
 from metanudge.tasks.omniglot_files import DownloadError
-from metanudge.training import specs
-from metanudge.training.config import GIVEN, TEXT, LearnLr, TrainConfig, flag
+from metanudge.training import own_parts, specs
+from metanudge.training.config import GIVEN, TEXT, LearnLr, TrainConfig, flag, own_code
 from metanudge.training.data import Data, DataShapes
 from metanudge.training.device import device_called
 from metanudge.training.errors import UserError, count, spelled
 from metanudge.training.hf_models import build_classifier, with_adapters
-from metanudge.training.own_data import given_tasks, own_data
+from metanudge.training.own_data import OwnSource, given_tasks, own_data, own_source
 from metanudge.training.spec_language import Spec, known, normal
 from metanudge.training.specs import Shapes
 from metanudge.training.text_data import text_data
@@ -42,6 +43,8 @@ def find_data(config: TrainConfig) -> Data:
         return given_tasks(config, given)
     if any(getattr(config, name) is not None for name in TEXT):
         return text_data(config)
+    if own_code(text):
+        return own_source(text)
     if (name := normal(text)) in SOURCES:
         return Data(name, name, SOURCES[name], SOURCES[name].kind == "classification")
     if (found := own_data(text)) is not None:
@@ -73,15 +76,7 @@ def build_source(
     place = device if device is not None else device_called(config.device)
     dtype = getattr(torch, config.dtype)
     try:
-        source = data.make(**options, seed=config.seed, device=place, dtype=dtype)
-        if config.head == "fixed":
-            return source
-        if isinstance(source, Given):
-            raise ValueError(
-                "--head prototypes is for tasks of changing classes, and the classes of given tasks"
-                " mean the same in all of them. Leave --head out."
-            )
-        return source.with_support()
+        source = data.build(**options, seed=config.seed, device=place, dtype=dtype)
     except (TypeError, ValueError) as error:
         raise UserError(f"{config.data}: {error}") from error
     except OSError as error:
@@ -92,6 +87,22 @@ def build_source(
             f" there is a network, metanudge data fetch {data.name} gets the files and says where"
             " they are."
         ) from error
+    source = source if config.head == "fixed" else _with_support(config, source)
+    return source if config.augment == "none" else own_parts.augmented(config, source)
+
+
+def _with_support(config: TrainConfig, source: Episodes) -> Episodes:
+    if source.kind != "classification" or isinstance(source, Given):
+        what = (
+            "they are regression"
+            if source.kind != "classification"
+            else "the classes of given tasks mean the same in all of them"
+        )
+        raise UserError(
+            f"{config.data}: --head prototypes is for tasks with classes of their own, but {what}."
+            " Leave --head out."
+        )
+    return source.with_support()
 
 
 def check_splits(config: TrainConfig, source: Episodes) -> None:
@@ -138,11 +149,15 @@ def build_learner(config: TrainConfig, shapes: Shapes, *, ways: int | None = Non
         if config.head == "prototypes":
             model = _with_prototypes(model, config, ways or shapes.num_outputs)
     model = model.to(device, getattr(torch, config.dtype)).train()
-    loss = (
+    loss: Loss = (
         torch.nn.functional.cross_entropy
         if shapes.kind == "classification"
         else torch.nn.functional.mse_loss
     )
+    if config.loss != "auto":
+        loss = own_parts.build_function(config.loss, "--loss")
+    other = config.query_loss
+    query_loss = None if other == "same" else own_parts.build_function(other, "--query-loss")
     try:
         estimator.check(solver)
         learner = MetaLearner(
@@ -152,6 +167,8 @@ def build_learner(config: TrainConfig, shapes: Shapes, *, ways: int | None = Non
             learn_lam=None if config.learn_lam == "none" else config.learn_lam,
             learn_lr=_inner_rates(config.learn_lr),
             adapt=None if config.adapt == "*" else config.patterns,
+            query_loss=query_loss,
+            metrics=own_parts.build_metrics(config.metrics) if config.metrics else None,
             solver=solver,
             estimator=estimator,
             engine=config.engine,
@@ -194,6 +211,8 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
         # a fraction is taken of what no column divides
         support = config.support or (None if config.split_column else 0.5)
         sizes: dict[str, Any] = {"support": support, "task_type": source.kind}
+    elif isinstance(data, OwnSource):
+        sizes = {}  # its code is asked again as it was asked
     else:
         ways = spelled(*source.spans["ways"]) if source.kind == "classification" else None
         shots = spelled(*source.spans["shots"])
@@ -211,7 +230,21 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
         solver=_measured(config, source),
         estimator=str(specs.parse_estimator(config.estimator)),
         optimizer=str(specs.parse_optimizer(config.optimizer)),
+        **_own(config),
     )
+
+
+def _own(config: TrainConfig) -> dict[str, Any]:
+    """Loss, metrics and augmentation where they are not the usual ones."""
+    found: dict[str, Any] = {}
+    for name, usual in (("loss", "auto"), ("query_loss", "same")):
+        if (text := getattr(config, name)) != usual:
+            found[name] = str(own_parts.parse_function(text, flag(name)))
+    if config.metrics:
+        found["metrics"] = own_parts.parse_metrics(config.metrics)
+    if config.augment != "none":
+        found["augment"] = own_parts.parse_augment(config.augment)
+    return found
 
 
 def _measured(config: TrainConfig, source: Episodes) -> str:

@@ -27,8 +27,8 @@ from metanudge.names import near
 from metanudge.solvers import SOLVERS, Solver, TorchOptimizer
 from metanudge.training.config import own_code
 from metanudge.training.errors import UserError
-from metanudge.training.own_code import import_own
-from metanudge.training.spec_language import Spec, known, normal, split, split_options, typed
+from metanudge.training.own_code import function, named
+from metanudge.training.spec_language import Spec, known, normal, split, typed
 
 TaskKind = Literal["classification", "regression"]
 HF = "hf:"
@@ -222,20 +222,30 @@ OPTIMIZERS = _all_optimizers()
 
 def parse_optimizer(text: str) -> Spec:
     """An outer optimizer's spec, with its options converted."""
+    if own_code(text):
+        name, raw, found = function(text, "--optimizer", makes="optimizer")
+        return Spec(name, convert(raw, found, "--optimizer", name))
     return _parse(text, OPTIMIZERS, "optimizer")
 
 
 def build_optimizer(text: str, parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """The outer optimizer that a spec describes, for these parameters or groups of them."""
     spec = parse_optimizer(text)
-    closure = inspect.signature(OPTIMIZERS[spec.name].step).parameters.get("closure")
+    made = OPTIMIZERS.get(spec.name) or function(spec.name, "--optimizer", makes="optimizer")[2]
+    step = getattr(made, "step", lambda closure=None: None)
+    closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
             f"--optimizer {spec.name} evaluates the objective several times per step and needs it"
             " to stay the same, which a stream of tasks does not. Use another, such as"
             " adam:lr=0.01; as inner solver it is --solver lbfgs."
         )
-    return make("--optimizer", spec.name, OPTIMIZERS[spec.name], list(parameters), **spec.options)
+    found = make("--optimizer", spec.name, made, list(parameters), **spec.options)
+    if not isinstance(found, torch.optim.Optimizer):
+        raise UserError(
+            f"--optimizer {spec.name} made a {type(found).__name__}, no torch.optim.Optimizer."
+        )
+    return found
 
 
 def parameter_groups(
@@ -319,26 +329,22 @@ def is_made(text: str) -> bool:
 
 def _model_factory(text: str) -> tuple[str, dict[str, str], Any]:
     """Name, raw options and factory of a model."""
-    if own := own_code(text):
-        module, attribute, options = own
-        name = f"{module}:{attribute}"
-        return name, split_options(options, f"--model {name}"), _own_model(module, attribute)
+    if own_code(text):
+        return _own_model(*named(text, "--model", makes="nn.Module"))
     name, raw = split("--model", text)
     name = known(name, ("auto", *models.MODELS), "--model", "model")
     return name, raw, models.MODELS.get(name)
 
 
-def _own_model(module: str, attribute: str) -> Any:
-    found = import_own(module, attribute, "--model", makes="nn.Module")
-    where = f"--model {module}:{attribute}"
+def _own_model(name: str, raw: dict[str, str], found: Any) -> tuple[str, dict[str, str], Any]:
     if not _makes_modules(found):
         kind = type(found).__name__
         what = f"the class {found.__qualname__}" if isinstance(found, type) else f"a {kind}"
         raise UserError(
-            f"{where} is {what}. Name a subclass of nn.Module, or a function of yours that makes"
-            " one."
+            f"--model {name} is {what}. Name a subclass of nn.Module, or a function of yours that"
+            " makes one."
         )
-    return found
+    return name, raw, found
 
 
 def _makes_modules(found: Any) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +74,29 @@ def facts(
         ("data", f"{config.data}: {source.sizes()}; {config.tasks} tasks per meta-step"),
         ("inputs", describe_inputs(source)),
         ("model", f"{config.model}, {_trainable(learner):,} parameters, {_term(config, learner)}"),
-        ("estimator", f"{config.estimator} with {config.solver}{_PRODUCTS.get(products, '')}"),
+        *_own_parts(config),
+        (
+            "estimator",
+            f"{config.estimator} with {config.solver}{_PRODUCTS.get(products or '', '')}",
+        ),
         ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
         ("engine", ", ".join(filter(None, [f"{engine.name} ({why})", path]))),
         ("device", where + (f"; {group.world} processes" if group.world > 1 else "")),
     ]
+
+
+def _own_parts(config: TrainConfig) -> list[tuple[str, str]]:
+    """The loss, metrics and augmentation of the user's own."""
+    rows = []
+    if (config.loss, config.query_loss) != ("auto", "same"):
+        own = "" if config.query_loss == "same" else f", of query sets {config.query_loss}"
+        rows.append(("loss", config.loss + own))
+    if config.metrics:
+        rows.append(("metrics", config.metrics))
+    if config.augment != "none":
+        which = "support and query" if config.augment_query else "support"
+        rows.append(("augmented", f"{which} sets of training tasks: {config.augment}"))
+    return rows
 
 
 def describe_inputs(source: Episodes) -> str:
@@ -103,6 +122,9 @@ def tested(result: Evaluation) -> dict[str, Any]:
         "accuracy_ci95": result.accuracy_ci95,
         "accuracy_before": float(result.accuracy_before.mean()),
     }
+    if result.extra:
+        values["metrics"] = {n: float(value.mean()) for n, value in result.extra.items()}
+        values["metrics_ci95"] = {name: ci95(value) for name, value in result.extra.items()}
     return without_nan(values)
 
 
@@ -116,8 +138,9 @@ def compared(
         source: of the tasks.
         own: accuracy (regression: loss) of the learner on each of the first tasks of the split.
     """
-    if config.baselines == "none":
-        return None
+    own_loss = (config.loss, config.query_loss) != ("auto", "same")
+    if config.baselines == "none" or (own_loss and source.kind == "regression"):
+        return None  # losses of two kinds cannot be compared
     fresh = build_learner(config, source) if is_made(config.model) else None
     kind = source.kind
 
@@ -232,6 +255,9 @@ def result_table(
             lines.append(("before adaptation", f"{test['accuracy_before']:.2%}"))
         loss = f"{_number(test['loss'])} ± {_number(test['loss_ci95'])}"
         lines.append(("test loss", f"{loss} (before adaptation {_number(test['loss_before'])})"))
+        for name, value in test.get("metrics", {}).items():
+            interval = _number(test["metrics_ci95"][name])
+            lines.append((f"test {name}", f"{_number(value)} ± {interval}"))
     if outcome.beside is not None:
         lines += outcome.beside.rows()
     for name, learned in (
@@ -240,6 +266,10 @@ def result_table(
     ):
         if learned is not None:
             lines.append((name, learned))
+    later = config.eval_every < outcome.step and config.schedule == "constant"
+    if best is not None and best["step"] == outcome.step and later:
+        more = f"--resume {shlex.quote(str(folder))} --iterations {2 * outcome.step}"
+        lines.append(("still improving", f"metanudge train {more}"))
     return [*lines, ("curve", str(folder / CURVE)), ("summary", str(folder / SUMMARY))]
 
 

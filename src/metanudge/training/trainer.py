@@ -21,7 +21,7 @@ import torch
 
 from metanudge.estimators import NonFiniteError
 from metanudge.training.checkpoint import CheckpointStore
-from metanudge.training.config import TrainConfig, own_code
+from metanudge.training.config import TrainConfig
 from metanudge.training.continuing import Plan
 from metanudge.training.data import DataShapes
 from metanudge.training.device import computing_in, environment
@@ -52,6 +52,7 @@ from metanudge.training.progress import (
 )
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
 from metanudge.training.summary import Outcome, compared, facts, result_table, tested, write_summary
+from metanudge.training.trust import named_code
 from metanudge.version import __version__
 
 
@@ -199,6 +200,7 @@ class Training:
             "val_loss": loss,
             "val_accuracy": accuracy,
             "val_accuracy_ci95": result.accuracy_ci95,
+            **{f"val_{name}": float(value.mean()) for name, value in result.extra.items()},
         }
         score = -loss if math.isnan(accuracy) else accuracy
         if not math.isfinite(score) or (self.best is not None and score <= self.best["score"]):
@@ -296,7 +298,7 @@ class Training:
         except Interrupted as stopped:
             self._save()
             name = "Interrupted" if stopped.code == EXIT_SIGINT else "Asked to stop"
-            trust = " --trust" if own_code(self.config.model) else ""
+            trust = " --trust" if named_code(self.config) else ""
             raise StopTraining(
                 f"{name}. Meta-step {self.trainer.step} is saved; go on with: metanudge train"
                 f" --resume {shlex.quote(str(self.folder))}{trust}",

@@ -6,22 +6,44 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
-from metanudge.training.config import TrainConfig, own_code
+from metanudge.training.config import TrainConfig, flag, own_code
 from metanudge.training.errors import UserError
+
+CODE = ("data", "model", "loss", "query_loss", "metrics", "optimizer", "augment")
+"""What may name code of the user's own, as module:attribute."""
+FETCHED = ("encoder", "tokenizer")
+"""What may name something that is fetched."""
+
+
+def named_code(config: TrainConfig) -> dict[str, str]:
+    """The settings that name code, with their values.
+
+    Example:
+        >>> named_code(TrainConfig("mnist1d", loss="my:focal", metrics="mae=my:mae"))
+        {'loss': 'my:focal', 'metrics': 'mae=my:mae'}
+    """
+    values = {name: getattr(config, name) for name in CODE}
+    return {
+        name: value
+        for name, value in values.items()
+        if own_code(value) or (name == "metrics" and value)
+    }
 
 
 def check_trust(config: TrainConfig, file: Path, *, but: Collection[str] = ()) -> None:
     """Refuse settings from a file that run code or send data away; `but` names those that are not
     the file's word, or not used.
     """
-    if "model" not in but and own_code(config.model):
-        raise UserError(
-            f"{file} names the model {config.model}, and to build it Python code would be imported"
-            " and run. Look at the file and at that code first; where you trust both, add --trust"
-            " (in Python: trust=True), or, on metanudge train, name the model yourself: --model"
-            f" {shlex.quote(config.model)}"
-        )
-    for setting in ("encoder", "tokenizer"):
+    for setting, value in named_code(config).items():
+        if setting not in but:
+            what, said = setting.replace("_", " "), "" if setting == "data" else f"{flag(setting)} "
+            raise UserError(
+                f"{file} names the {what} {value}, and to build it Python code would be imported"
+                " and run. Look at the file and at that code first; where you trust both, add"
+                " --trust (in Python: trust=True), or, on metanudge train, name the"
+                f" {what} yourself: {said}{shlex.quote(value)}"
+            )
+    for setting in FETCHED:
         name = None if setting in but else getattr(config, setting)
         if name is not None and name != "bytes" and not Path(name).is_dir():
             raise UserError(

@@ -17,6 +17,7 @@ NAMES = (
     "mnist1d",
     "omniglot",
     "omniglot-long",
+    "longer",
     "memory-cnn",
     "memory-width",
     "memory-length",
@@ -34,7 +35,9 @@ NAMES = (
     "ablation",
     "auto-nu",
     "inner-rates",
+    "intents",
     "transformer",
+    "along-training",
 )
 
 

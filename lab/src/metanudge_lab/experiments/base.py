@@ -42,8 +42,9 @@ To add an experiment `some-name` (its place in the paper's order is already in
 `measure` sees torch and numpy only (import matplotlib inside `draw`; never rich, tyro, jinja2,
 safetensors): it runs on bare machines as `python -m metanudge_lab.experiments some-name`. `draw`
 and `table` must work for any part of the cells, since the page shows unfinished results too;
-`judge` is called only once every cell of the config is there. A method that diverges is a row with
-NaN, not an exception. What trains with `fewshot.Trial` goes on after a crash.
+`judge` is called once every cell of the config is there, or `enough` of them. A method that
+diverges is a row with NaN, not an exception. What trains with `fewshot.Trial` goes on after a
+crash.
 """
 
 from __future__ import annotations
@@ -339,6 +340,8 @@ class Experiment(Generic[C]):
             not (a test does that).
         labels: the key of cells that names methods.
         unit: the keys of cells whose values make up what was measured independently.
+        enough: whether what there is suffices for a verdict, which then says what was not tested;
+            by default only all cells do.
         remember: told before cells are measured what there is of the others, so that nothing is
             found out twice.
     """
@@ -357,6 +360,7 @@ class Experiment(Generic[C]):
     compare: Callable[[Result[C]], Sequence[Statement]] = lambda result: ()
     labels: str = "method"
     unit: tuple[str, ...] = ("seed",)
+    enough: Callable[[Result[C]], bool] = lambda result: result.complete
     remember: Callable[[Result[C]], None] = lambda result: None
 
     def configuration(self, mode: Mode) -> C:

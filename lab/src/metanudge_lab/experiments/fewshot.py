@@ -86,7 +86,8 @@ class Trial:
     estimator.
 
     Learners are kept by their inner learning rate: on a GPU each has recorded its meta-step. Where
-    inner rates are learned every training starts with a new one.
+    inner rates are learned every training starts with a new one. `drawn` says with how many inner
+    steps a meta-step is taken, counted from 0, where not all have `steps`.
     `seconds` are those of the meta-steps of the training that is going on, or was the last.
     """
 
@@ -97,6 +98,7 @@ class Trial:
     steps: int = m.STEPS
     regression: bool = False
     learn_lr: mn.InnerRates | None = None
+    drawn: Callable[[int], int] | None = None
     _initial: dict[str, Tensor] = field(init=False)
     _learners: dict[float, mn.MetaLearner] = field(init=False, default_factory=dict)
     seconds: float = field(init=False, default=0.0)
@@ -113,8 +115,10 @@ class Trial:
             self._learners[inner] = self._make(inner, self.estimator)
         return self._learners[inner]
 
-    def _make(self, inner: float, estimator: Estimator, **options: Any) -> mn.MetaLearner:
-        solver = mn.GradientDescent(lr=inner, steps=self.steps)
+    def _make(
+        self, inner: float, estimator: Estimator, steps: int | None = None, **options: Any
+    ) -> mn.MetaLearner:
+        solver = mn.GradientDescent(lr=inner, steps=steps or self.steps)
         loss = nn.functional.mse_loss if self.regression else nn.functional.cross_entropy
         return mn.MetaLearner(
             self.model,
@@ -176,7 +180,7 @@ class Trial:
         file = None if folder is None else folder.parent / "diary.json"
         diary = Diary([] if rows is None else rows, file, trainer.step)
 
-        def note(step: int, values: object = None) -> None:
+        def note(step: int) -> None:
             diary.seconds += trainer.seconds
             self.seconds = diary.seconds
             if see is not None and step in at:
@@ -185,15 +189,37 @@ class Trial:
             elif step % recipe.checkpoint_every == 0:
                 diary.write(step)
 
-        trainer.on_step = note
+        turn = self._turning(trainer, recipe.inner)
+
+        def after(step: int, values: object) -> None:
+            note(step)
+            turn(step)
+
+        trainer.on_step = after
         if trainer.step == 0:
             note(0)
+        turn(trainer.step)
         try:
             with _quiet():
                 trainer.run()
         except mn.NonFiniteError:
             return False
         return True
+
+    def _turning(self, trainer: Trainer, inner: float) -> Callable[[int], None]:
+        """What gives the trainer the learner of the next meta-step where numbers of inner steps are
+        drawn: one for each, since each has recorded its meta-step, all with the same weights.
+        """
+        learners: dict[int, mn.MetaLearner] = {}
+
+        def turn(step: int) -> None:
+            if self.drawn is not None:
+                steps = self.drawn(step)
+                if steps not in learners:
+                    learners[steps] = self._make(inner, self.estimator, steps)
+                trainer.learner = learners[steps]
+
+        return turn
 
     def scores(
         self, recipe: Recipe, *, split: Split, tasks: int, steps: Sequence[int | None] = (None,)

@@ -91,12 +91,23 @@ def make_trial(
     setting: str, estimator: Estimator, sizes: Sizes, *, seed: int, device: torch.device
 ) -> tuple[fewshot.Trial, str]:
     """What is trained in a setting such as "5-way 1-shot", and the name of its data."""
-    ways, shots = map(int, re.findall(r"\d+", setting))
+    ways, shots = settings_of(setting)
     source, name = tasks_of(
         ways, shots, sizes.queries, glyphs=sizes.glyphs, seed=seed, device=device
     )
     model = m.seeded(seed, lambda: Conv4(ways=ways, channels=sizes.channels), device)
     return fewshot.Trial(model, estimator, source), name
+
+
+def settings_of(setting: str) -> tuple[int, int]:
+    """Ways and shots.
+
+    Example:
+        >>> settings_of("20-way 5-shot")
+        (20, 5)
+    """
+    ways, shots = map(int, re.findall(r"\d+", setting))
+    return ways, shots
 
 
 def tasks_of(

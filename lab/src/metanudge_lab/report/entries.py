@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -108,6 +109,16 @@ class Entry:
         ]
 
     @property
+    def not_run(self) -> list[str]:
+        """What is planned and was not measured, with how many seeds."""
+        missing = [] if self.result is None else self.result.missing
+        parts = [", ".join(str(v) for k, v in cell.items() if k != "seed") for cell in missing]
+        return [
+            text if count == 1 else f"{text} ({count} times)"
+            for text, count in Counter(parts).items()
+        ]
+
+    @property
     def machines(self) -> list[list[tuple[str, str]]]:
         """Where it was measured: one list of facts for each machine and commit."""
         return (
@@ -130,7 +141,7 @@ def entry(experiment: Experiment[Any], folder: Path) -> Entry:
     result, others = results[0], results[1:]
     try:
         table, drawings = experiment.table(result), experiment.draw(result)
-        verdict = experiment.judge(result) if result.complete else None
+        verdict = experiment.judge(result) if experiment.enough(result) else None
     except KeyError as error:
         file = result_file(folder, experiment.name, result.mode)
         raise UserError(

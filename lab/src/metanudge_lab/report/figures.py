@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from metanudge.page.svg import INK_AND_GRID, inlined, render
 from metanudge_lab.experiments.base import Drawing
@@ -35,19 +35,18 @@ def legend(drawing: Drawing) -> list[tuple[str, str, str]]:
     """The picture's legends once more, for windows that are narrower than the picture: colour,
     kind of line and text of each entry.
     """
-    from matplotlib.colors import to_hex
+    from matplotlib.colors import to_hex, to_rgba_array
     from matplotlib.lines import Line2D
 
-    legends: list[Any] = [
-        axes.get_legend() for axes in drawing.figure.axes
-    ] + drawing.figure.legends
+    legends = [axes.get_legend() for axes in drawing.figure.axes] + drawing.figure.legends
     found: dict[str, tuple[str, str, str]] = {}
     for one in filter(None, legends):
         for handle, text in zip(one.legend_handles, one.get_texts(), strict=True):
             if isinstance(handle, Line2D):
                 color, solid = to_hex(handle.get_color()), handle.get_linestyle() in ("-", "None")
             else:
-                color, solid = to_hex(handle.get_facecolor()), True
+                faces = to_rgba_array(cast(Any, handle).get_facecolor())  # of a bar, or of markers
+                color, solid = to_hex(tuple(faces[0])), True
             entry = INK_AND_GRID.get(color, color), "solid" if solid else "dashed", text.get_text()
             found.setdefault(text.get_text(), entry)
     return list(found.values())

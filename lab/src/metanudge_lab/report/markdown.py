@@ -86,6 +86,8 @@ def _section(entry: Entry) -> list[str]:
             lines += ["Every run:", "", *_table(entry.table.details), ""]
     if entry.experiment.notes:
         lines += [entry.experiment.notes, ""]
+    if entry.not_run:
+        lines += [f"Not run: {'; '.join(entry.not_run)}.", ""]
     facts = [*entry.settings, *entry.facts]
     lines.append("Settings: " + "; ".join(f"{key} {value}" for key, value in facts) + ".")
     lines += [

@@ -18,7 +18,8 @@ from metanudge.params import Params
 from metanudge.task import Task, TaskBatch
 from metanudge.tasks import Episodes, Given
 from metanudge.tasks.classification import ClassEpisodes
-from metanudge.tasks.episodes import Split, check_count, check_split
+from metanudge.tasks.counts import check_count
+from metanudge.tasks.episodes import Split, check_split
 from metanudge.training.evaluation.class_tally import ClassTally
 from metanudge.training.evaluation.predict import Predictor
 from metanudge.training.evaluation.report import BatchNormProtocol, EvaluationReport, StepResult

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metanudge.task import own_inputs
 from metanudge.tasks import EncodedText, Episodes, Text
 from metanudge.tasks.episodes import Split
 from metanudge.tasks.images import is_picture
@@ -75,7 +76,7 @@ class _Texts:
     def pair(self, task: int, query: int, label: int) -> tuple[Mapping[str, str], ...]:
         """A query example of a task, and its first support example of a label."""
         (rows,) = self._source.episode_rows([task], self._split)
-        shots = self._source.shots
+        shots = rows.shape[1] - self._source.queries
         wrong = rows[:, shots:].reshape(-1)[query]
         return tuple(
             {"text": self._source.texts[row][:_LONGEST]} for row in (wrong, rows[label, 0])
@@ -92,8 +93,9 @@ class _Pictures:
         """A query example of a task, and its first support example of a label."""
         drawn = self._source.task(task, self._split)
         inputs, labels = drawn.support
-        like = inputs[int((labels == label).nonzero()[0])]
-        return tuple({"png": self._png(x)} for x in (drawn.query[0][query], like))
+        like = own_inputs(inputs)[int((labels == label).nonzero()[0])]
+        wrong = own_inputs(drawn.query[0])[query]
+        return tuple({"png": self._png(x)} for x in (wrong, like))
 
     def _png(self, picture: Tensor) -> str:
         from PIL import Image

@@ -32,6 +32,7 @@ def read_support(path: Path, how: Preprocessing) -> tuple[Tensor, list[str], Pre
             " sub-folder per class."
         )
     read = read_folder(path, image_size=how.image_size, grey=how.grey)
+    assert isinstance(read.examples, Tensor)
     how.check(read.examples, f"--support {path}")
     return read.examples, read.labels, how
 
