@@ -49,6 +49,40 @@ def test_labels_are_numbered_as_in_the_paper() -> None:
     }
 
 
+def equations(text: str) -> dict[int, str]:
+    """The paper's equations by their numbers: one to a display, none where it says so."""
+    body = re.sub(r"(?<!\\)%.*", "", text).partition(r"\begin{document}")[2]
+    kinds = r"\\begin\{(equation|multline|align)\}(.*?)\\end\{\1\}"
+    found = [text for _, text in re.findall(kinds, body, re.DOTALL) if r"\nonumber" not in text]
+    return dict(enumerate(found, start=1))
+
+
+# What stands in the equations that claims and experiments name.
+NAMED = {
+    14: "eq:Bias", 16: r"\cO\Big(\lambda\nu +", 17: "eq:overallbias", 18: "^{For}", 19: "^{Sym}",
+    20: "eq:generalInner", 25: "eq:ABias1", 26: "eq:A_nu_Smoothness", 27: "eq:AppOVB",
+    30: r"\|\vz''\| \leq", 32: r"E(\nu) \leq", 33: r"\text{Bias}_{\text{Sym}} \leq",
+}  # fmt: skip
+
+
+def test_equations_have_the_papers_numbers() -> None:
+    paper = next((file for file in PAPERS if file.is_file()), None)
+    if paper is None:
+        pytest.skip("the paper's source is not beside the repository")
+    found = equations(paper.read_text(encoding="utf-8"))
+    for number, part in NAMED.items():
+        assert part in found[number], number
+    sources = [claim.where for claim in CLAIMS] + [load(name).where for name in available()]
+    cited = [
+        int(number)
+        for where in sources
+        for list_ in re.findall(r"[Ee]quations? ([\d, and]+)", where)
+        for number in re.findall(r"\d+", list_)
+    ]
+    assert cited
+    assert set(cited) <= set(NAMED)
+
+
 def test_every_numbered_claim_of_the_paper_has_a_row() -> None:
     paper = next((file for file in PAPERS if file.is_file()), None)
     if paper is None:

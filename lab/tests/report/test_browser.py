@@ -48,7 +48,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
         yield tab
 
 
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_opens_without_complaint_and_fits(page: chromium.Page, width: int, dark: bool) -> None:
     page.size(width, 800, dark=dark)
@@ -57,6 +57,8 @@ def test_it_opens_without_complaint_and_fits(page: chromium.Page, width: int, da
     assert page.run("document.documentElement.scrollWidth") <= width, (
         "the page itself never scrolls sideways"
     )
+    assert page.beyond() == []
+    assert page.faint() == []
     pictures = (
         "[...document.querySelectorAll('figure svg')].map(svg => svg.getBoundingClientRect())"
     )
@@ -125,7 +127,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.skipif(not ROWS.is_dir(), reason="no results beside the tests")
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [400, 1400])
 def test_the_page_of_the_repository_shows_every_experiment(
     page: chromium.Page, whole: str, width: int
 ) -> None:
@@ -133,6 +135,12 @@ def test_the_page_of_the_repository_shows_every_experiment(
     page.open(whole)
     assert page.complaints == []
     assert page.run("document.documentElement.scrollWidth") <= width
+    assert page.beyond() == []
+    below = "[...document.querySelectorAll('figcaption')].map(one => one.getClientRects().length)"
+    found = page.run(below)
+    assert found
+    assert set(found) == {int(width < 600)}, "legends beside the picture, or below it"
+    assert page.run("document.title") == "metanudge: the paper, reproduced"
     assert page.run(ORDER) == list(NAMES)
     bare = (
         "[...document.querySelectorAll('article')].filter(one => !one.querySelector('.todo') &&"

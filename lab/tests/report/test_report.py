@@ -12,10 +12,13 @@ import pytest
 from metanudge.cli import main
 from metanudge.training.errors import UserError
 from metanudge_lab import report
-from metanudge_lab.experiments.base import Experiment, ResultTable, Shown
+from metanudge_lab.claims import Claim
+from metanudge_lab.experiments import methods as m
+from metanudge_lab.experiments.base import Experiment, FinishedCell, Result, ResultTable, Shown
 from metanudge_lab.experiments.run import Options, run
 from metanudge_lab.report import entries as gathering
-from metanudge_lab.report.entries import sort_key, text_of
+from metanudge_lab.report import short
+from metanudge_lab.report.entries import Answer, sort_key, text_of
 from metanudge_lab.report.figures import inline
 from toy_experiment import toy
 
@@ -233,3 +236,45 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "quick" / "toy.json").write_text("{", encoding="utf-8")
     assert main(["report", "--results", str(tmp_path)]) == 2
     assert "toy.json cannot be read as JSON" in capsys.readouterr().err
+
+
+def test_the_first_screen_counts_claims_by_their_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = ["reproduced", "not", "not", "not", "not", "not", "not", "partly", "unfinished"]
+    by = ["a", "b", "b", "c", "d", "e", "f", "g", "h"]
+    asked = [
+        Answer(Claim(f"Place {place}", f"claim {place}.", (name,)), state)  # type: ignore[arg-type]
+        for place, (name, state) in enumerate(zip(by, states, strict=True))
+    ]
+    monkeypatch.setattr(short, "answers", lambda entries: asked)
+    lines = short.in_short([])
+    assert [(line.head, line.text, line.link) for line in lines] == [
+        ("Holds", "1 of 9 claims: Place 0.", ""),
+        ("Does not hold", "Place 1: claim 1.", "b"),
+        ("Does not hold", "Place 3: claim 3.", "c"),
+        ("Does not hold", "Place 4: claim 4.", "d"),
+        ("Does not hold", "Place 5: claim 5.", "e"),
+        ("Does not hold", "Nor do 2 more: Place 6; Place 2.", ""),
+        ("Holds in part", "1 of 9 claims: Place 7.", ""),
+        ("Open", "1 not measured yet.", ""),
+    ]
+
+
+def test_what_to_use_follows_from_the_rows() -> None:
+    """The best is named with those it does not lead seed by seed, and the cheapest of them."""
+    rows = {m.LOSS: (0.95, 0.96, 0.97), m.FO_MAML: (0.951, 0.959, 0.968), m.MAML: (0.9, 0.91, 0.92)}
+    where = {"kind": "test", "setting": "5-way 1-shot", "iteration": 7, "iterations": 7}
+    cells = [
+        FinishedCell(
+            {"method": method, "seed": seed, **where}, [{"accuracy": accuracies[seed]}], 1.0, 0
+        )
+        for method, accuracies in rows.items()
+        for seed in range(3)
+    ]
+    config = dataclasses.make_dataclass("Config", [("iterations", int)])(7)
+    line = short.best(Result("omniglot", "full", config, cells), "test")
+    assert (
+        f"{m.LOSS}, 96.00 ± 2.48 %; not told apart from it: {m.FO_MAML}; behind it: {m.MAML}"
+        in (line.text)
+    )
+    assert line.text.endswith("FO-MAML spends least: 6 gradients a task.")
+    assert short.best(Result("omniglot", "full", config, cells), "more steps").text == ""

@@ -189,11 +189,12 @@ class Shown:
 @dataclass(frozen=True)
 class ResultTable:
     """Rows for the page; numbers are shown with three significant digits unless wrapped in
-    `Shown`.
+    `Shown`. `details` is a second table, folded away.
     """
 
     header: tuple[str, ...]
     rows: Sequence[tuple[str | int | float | Shown | None, ...]]
+    details: ResultTable | None = None
 
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.header) for row in self.rows), (

@@ -84,7 +84,7 @@ def judge(result: Result[Config]) -> Verdict:
 EXPERIMENT = Experiment(
     name="memory-length",
     title="Memory against the length of sequences",
-    where="Appendix B, figure of Transformer sequence length scaling",
+    where="Figure 6 and Appendix B",
     claim=(
         "With a Transformer block of width 128 and sequences of 32 to 512, MAML's memory grows"
         " aggressively and iMAML's is consistently higher than that of first-order methods, while"

@@ -134,7 +134,7 @@ def _growth(result: Result[Config], method: str) -> float:
 EXPERIMENT = Experiment(
     name="memory-steps",
     title="Memory against the number of inner steps",
-    where="Table 1 and § Discussion on Memory Efficiency",
+    where="Table 1 and § 5.3, Memory Efficiency",
     claim=(
         "MAML's memory is that of the activations times the number of inner steps; FO-B-MAML's does"
         " not depend on it, since activations are discarded and the two subproblems are solved one"

@@ -82,6 +82,8 @@ def _section(entry: Entry) -> list[str]:
         lines += [f"![{_cell(drawing.alt)}](figures/{file_name(entry.name, drawing)}.png)", ""]
     if entry.table is not None:
         lines += [*_table(entry.table), ""]
+        if entry.table.details is not None:
+            lines += ["Every run:", "", *_table(entry.table.details), ""]
     if entry.experiment.notes:
         lines += [entry.experiment.notes, ""]
     if entry.not_run:

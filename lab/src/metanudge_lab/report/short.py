@@ -67,10 +67,10 @@ def _open(asked: list[Answer]) -> Line:
 def _use(entries: list[Entry]) -> list[Line]:
     """What reaches most on Omniglot, 5-way 1-shot, and what that costs."""
     result = next((e.result for e in entries if e.name == "omniglot" and e.result), None)
-    return [] if result is None else [_best(result, "test"), _best(result, "more steps")]
+    return [] if result is None else [best(result, "test"), best(result, "more steps")]
 
 
-def _best(result: Result[object], kind: str) -> Line:
+def best(result: Result[object], kind: str) -> Line:
     """The best method, those that it does not lead seed by seed, and the cheapest of them."""
     setting, length = FIVE_WAY[0], getattr(result.config, "iterations", 0)
     found = found_at(result, setting, ESTIMATORS, length, kind)
@@ -89,7 +89,8 @@ def _best(result: Result[object], kind: str) -> Line:
     behind = [method for method in found if method not in near]
     if behind:
         last = max(behind, key=lambda method: found[method].mean)
-        text += f"; behind it: {last} {found[last].text(2)} % and {len(behind) - 1} others"
+        more = f" and {len(behind) - 1} others" if len(behind) > 1 else ""
+        text += f"; behind it: {last} {found[last].text(2)} %{more}"
     if others:
         text += f". {cheapest} spends least: {cost[cheapest]:g} gradients a task"
     return Line("Use", f"{text}.", "omniglot")
