@@ -28,6 +28,7 @@ from metanudge.estimators import (
     Stats,
     meta_gradient,
 )
+from metanudge.estimators.products import ProductsWarning
 from metanudge.estimators.run import advice_on
 from metanudge.gradient_report import GradientReport, Quality
 from metanudge.learner import MetaLearner
@@ -35,7 +36,7 @@ from metanudge.objective import Objective
 from metanudge.problem import Problem
 from metanudge.solvers import LBFGS, NewtonCG, Solver
 from metanudge.task import TaskBatch
-from metanudge.tuning import NuTuner, ProductsWarning, Where, is_automatic
+from metanudge.tuning import NuTuner, Where, is_automatic
 
 DEFAULT_NUS = (1e-3, 1e-2, 1e-1, 0.5)
 LARGEST_DENSE = 1000

@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from metanudge.estimators.products import WORTH_HAVING
 from metanudge.html_table import html_table
-from metanudge.tuning import WORTH_HAVING
 
 
 @dataclass(frozen=True)

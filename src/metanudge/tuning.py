@@ -35,7 +35,6 @@ so that they say how large the error is beside the whole.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeGuard, Unpack
@@ -49,7 +48,13 @@ from metanudge.estimators.fobmaml import FOBMAML
 from metanudge.estimators.identity import centre_shift
 from metanudge.estimators.ladder import LADDER, Disagreement, Motion, average, best_nu, within
 from metanudge.estimators.maml import MAML
-from metanudge.estimators.products import Difference, Products, Straight, ladder
+from metanudge.estimators.products import (
+    Difference,
+    Products,
+    Straight,
+    ladder,
+    warn_of_kinks,
+)
 from metanudge.estimators.run import check
 from metanudge.estimators.stencils import STENCILS
 from metanudge.estimators.total import MetaGradient, Stats
@@ -59,7 +64,6 @@ from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
 
 _FEW, _MANY = 10, 50
-WORTH_HAVING = 0.3
 _UNKNOWN = -1.0
 
 
@@ -315,7 +319,7 @@ class NuTuner:
         """Choose ν anew on these tasks."""
         if isinstance(estimator, MAML):
             found, order = estimate_epsilon(problem, tasks, estimator=estimator, **where), 2
-            _warn_of_kinks(found)
+            warn_of_kinks(found.error)
         else:
             order = STENCILS[estimator.stencil].order
             found = estimate_nu(
@@ -382,23 +386,6 @@ class NuTuner:
                 "disagreement": [value for value in filled if value != _UNKNOWN] or None,
             }
         )
-
-
-class ProductsWarning(UserWarning):
-    """No ε gives Hessian products by differences that are worth having."""
-
-
-_KINKS = (
-    "Hessian products by differences are not worth having here: at no ε are MAML's gradients within"
-    " a third of those at the next one. ReLU and max-pooling have kinks that differences in this"
-    ' precision cannot see past. Use MAML(products="autograd"), smooth activations (GELU, Softplus,'
-    " average pooling), float64, or FOBMAML()."
-)
-
-
-def _warn_of_kinks(found: NuEstimate) -> None:
-    if found.error >= WORTH_HAVING:
-        warnings.warn(_KINKS, ProductsWarning, stacklevel=2)
 
 
 def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML | MAML]:

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.engines.precision import Precision, precision_of
-from metanudge.estimators.products import ladder, usual_epsilon
-from metanudge.tuning import ProductsWarning
+from metanudge.estimators.products import ProductsWarning, ladder, usual_epsilon
 from once import Once, OnceModule
 from problems import Setup, conv_net, mlp, relative_error, seeded, transformer, vector
 from walks import lstm

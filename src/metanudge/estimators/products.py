@@ -5,6 +5,7 @@ two plain gradients.
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -18,6 +19,11 @@ from metanudge.solvers.base import check_positive
 logger = logging.getLogger("metanudge")
 
 RUNGS = 7
+WORTH_HAVING = 0.3  # relative errors of a meta-gradient below this
+
+
+class ProductsWarning(UserWarning):
+    """No ε gives Hessian products by differences that are worth having."""
 
 
 @dataclass(frozen=True)
@@ -208,3 +214,17 @@ def check_epsilon(epsilon: float | Literal["auto"]) -> None:
 def _size(theta: Params, d: Params) -> Tensor:
     """‖θ + d‖ of each row, one tensor at a time."""
     return joined({n: lengths(theta[n] + leaf) for n, leaf in d.items()})
+
+
+def warn_of_kinks(error: float) -> None:
+    """Say so where meta-gradients at neighbouring ε are this far apart at the best."""
+    if error < WORTH_HAVING:
+        return
+    warnings.warn(
+        "Hessian products by differences are not worth having here: at no ε are MAML's gradients"
+        " within a third of those at the next one. ReLU and max-pooling have kinks that differences"
+        ' in this precision cannot see past. Use MAML(products="autograd"), smooth activations'
+        " (GELU, Softplus, average pooling), float64, or FOBMAML().",
+        ProductsWarning,
+        stacklevel=2,
+    )

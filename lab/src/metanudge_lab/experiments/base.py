@@ -43,8 +43,7 @@ To add an experiment `some-name` (its place in the paper's order is already in
 safetensors): it runs on bare machines as `python -m metanudge_lab.experiments some-name`. `draw`
 and `table` must work for any part of the cells, since the page shows unfinished results too;
 `judge` is called once every cell of the config is there, or `enough` of them. A method that
-diverges is a row with NaN, not an exception. What trains with `fewshot.Trial` goes on after a
-crash.
+diverges is a row with NaN, not an exception. What `fewshot.Trial` trains goes on after a crash.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 import metanudge as mn
 from metanudge.estimators import Estimator
+from metanudge.estimators.products import ProductsWarning
 from metanudge.evaluation import ci95
 from metanudge.params import Params
 from metanudge.task import TaskBatch
 from metanudge.tasks import Episodes
 from metanudge.tasks.episodes import Split
 from metanudge.training.loop import Course, Trainer
-from metanudge.tuning import ProductsWarning
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Row
 from metanudge_lab.experiments.working import Diary, working_folder
