@@ -47,6 +47,7 @@ def test_what_is_no_number_stays_so():
 @pytest.mark.parametrize("lam", ["none", "number", "tensor"])
 def test_the_three_operations(piece: int, lam: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packed, "_PIECE", piece)
+    monkeypatch.setattr(packed, "_MOST", 2**20)
     generator = torch.Generator().manual_seed(1)
     d, g, theta = (torch.randn(1, 5, 9, generator=generator) for _ in range(3))
     d, low, theta = Packed.of(d).open(), g.bfloat16(), theta.bfloat16()

@@ -27,6 +27,7 @@ logger = logging.getLogger("metanudge")
 
 LEAST = 2**16  # entries of a parameter: below, kernels cost more than memory
 _PIECE = 2**20  # entries that are unpacked at a time
+_MOST = 16  # pieces
 _EVERY = 61  # of a sample; a prime, so that it is of all columns
 
 
@@ -90,8 +91,9 @@ class Packed:
     def _pieces(self, *flat: Tensor) -> Iterator[tuple[Packed, tuple[Tensor, ...]]]:
         """Parts of it, and of tensors of as many entries (or one entry: as they are)."""
         size = self.high.numel()
-        for first in range(0, size, _PIECE):
-            cut = slice(first, min(first + _PIECE, size))
+        length = max(_PIECE, -(-size // _MOST))
+        for first in range(0, size, length):
+            cut = slice(first, min(first + length, size))
             shape = torch.Size((cut.stop - first,))
             own = Packed(self.high[cut], self.low[cut], shape)
             yield own, tuple(leaf[cut] if leaf.numel() == size else leaf for leaf in flat)
