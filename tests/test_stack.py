@@ -1,5 +1,5 @@
-"""The recipes of docs/guides/stack.md: under every tool, the weights after a few meta-steps are those
-of the plain loop.
+"""The recipes of docs/guides/stack.md: under every tool, the weights after a few meta-steps are
+those of the plain loop.
 
 In float64, without dropout. What is scaled and scaled back by powers of two is so exactly; sums in
 another order differ by the roundings of `rounding()` in each step.
@@ -7,9 +7,9 @@ another order differ by the roundings of `rounding()` in each step.
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import metanudge as mn
-from conformance import Snapshot, rounding
+from conformance import rounding
+from documents import ROOT, Page
+from metanudge.training.metrics import open_sinks
 from problems import classification_tasks, mlp, relative_error
 
 RATE = 0.5
@@ -61,11 +63,13 @@ def plain(learner: mn.MetaLearner | None = None, steps: int = 2) -> list[dict[st
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """What other packages deprecate is theirs; random numbers, and the one Accelerator that a process
-    can have, are as before.
+    """What other packages deprecate is theirs; random numbers, and the one Accelerator that a
+    process can have, are as before.
     """
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.filterwarnings("ignore", module=r"(accelerate|lightning|pytorch_lightning|torch)\b")
+        warnings.filterwarnings(
+            "ignore", module=r"(accelerate|lightning|pytorch_lightning|torch)\b"
+        )
         yield
     if "accelerate" in sys.modules:
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -120,7 +124,9 @@ def test_accelerate_in_mixed_precision():
     sgd(expected).step()
     exact = fresh(torch.float32)
     exact.backward(batch)
-    assert all(torch.equal(p, q) for p, q in zip(learner.parameters(), expected.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(learner.parameters(), expected.parameters(), strict=True)
+    )
     assert not torch.equal(expected.model[0].weight.grad, exact.model[0].weight.grad)
 
 
@@ -153,13 +159,9 @@ def test_trainer_of_hugging_face(parts: int, tmp_path: Path):
             report_to="none",
             disable_tqdm=True,
             remove_unused_columns=False,
+            train_sampling_strategy="sequential",
         )
-
-        class InOrder(MetaTrainer):
-            def _get_train_sampler(self, *_: Any) -> Any:
-                return torch.utils.data.SequentialSampler(TASKS)
-
-        return InOrder(learner, options, train_dataset=TASKS, data_collator=mn.TaskBatch)
+        return MetaTrainer(learner, options, train_dataset=TASKS, data_collator=mn.TaskBatch)
 
     learner, expected = fresh(), plain()[-1]
     trainer(learner).train()
@@ -226,6 +228,19 @@ def test_lightning(automatic: bool, parts: int):
     assert math.isclose(module.seen[-1], learner.evaluate(TASKS).mean_loss, rel_tol=1e-12)
 
 
+def test_lightning_in_mixed_precision():
+    """Manual: `backward` under its autocast is `backward` under torch's."""
+    learner, expected = fresh(torch.float32), fresh(torch.float32)
+    tasks = [task.to(torch.float32) for task in TASKS[:4]]
+    trainer = lightning_trainer(precision="bf16-mixed")
+    trainer.fit(module_for(learner, automatic=False), loader(4, tasks))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected.backward(tasks)
+    sgd(expected).step()
+    for found, wanted in zip(learner.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("kind", ["batch", "list", "task"])
 def test_lightning_in_bf16(kind: str):
     """It casts the weights and every floating tensor of the tasks; the bits are those of a learner
@@ -236,9 +251,7 @@ def test_lightning_in_bf16(kind: str):
     collate = {"batch": mn.TaskBatch, "list": list, "task": lambda tasks: tasks[0]}[kind]
     batch = mn.TaskBatch.of(TASKS[:4] if kind != "task" else TASKS[:1])
     before = [task.support[0].clone() for task in TASKS]
-    trainer.fit(
-        module_for(learner, automatic=True), DataLoader(TASKS, 4, collate_fn=collate)
-    )
+    trainer.fit(module_for(learner, automatic=True), DataLoader(TASKS, 4, collate_fn=collate))
     expected = fresh(torch.bfloat16)
     expected.backward(batch.to(torch.bfloat16))
     sgd(expected).step()
@@ -265,7 +278,9 @@ def test_moving_average(whole: bool):
         optimizer.step()
         ema.update_parameters(learner if whole else learner.model)
         now = weights(learner)
-        expected = {n: now[n] if step == 0 else decay * expected[n] + (1 - decay) * now[n] for n in now}
+        expected = {
+            n: now[n] if step == 0 else decay * expected[n] + (1 - decay) * now[n] for n in now
+        }
     averaged = ema.module if whole else mn.MetaLearner(ema.module, learner.loss)
     assert relative_error(weights(averaged), expected) < 1e-14
     assert relative_error(weights(averaged), weights(learner)) > 1e-6
@@ -301,9 +316,63 @@ def test_tasks_made_in_inference_mode():
         support = tuple(leaf.clone() for leaf in task.support)
         batch = mn.TaskBatch.of(TASKS)
         again = mn.TaskBatch.of([mn.Task(support, support)]).to(torch.float64)
-        assert torch.equal(learner.evaluate(again).loss, learner.evaluate(mn.Task(task.support, task.support)).loss)
+        assert torch.equal(
+            learner.evaluate(again).loss, learner.evaluate(mn.Task(task.support, task.support)).loss
+        )
         found = learner.adapted_state(support)
     assert all(torch.equal(found[n], leaf) for n, leaf in expected.items())
     assert batch.stacks[0].support[0].is_inference() is False
     same, _ = learner.meta_gradient(batch)
     assert all(torch.equal(same[n], leaf) for n, leaf in gradient.items())
+
+
+# ------------------------------------------------------------------------------- the page, the logs
+
+
+@pytest.mark.parametrize("package", ["accelerate", "transformers", "pytorch_lightning"])
+def test_the_recipes_of_the_page(package: str):
+    """Each ends with the weights of the plain loop, which are those of the page's first blocks."""
+    pytest.importorskip(package)
+    page = Page(ROOT / "docs" / "guides" / "stack.md")
+    names: dict[str, Any] = {}
+    first, second, *rest = [b for b in page.blocks if b.language == "python" and not b.not_run]
+    for block in (first, second):
+        exec(compile(block.text, str(page), "exec"), names)
+    expected, start = weights(names["learner"]), weights(names["fresh"]()[0])
+    assert relative_error(start, expected) > 1e-3
+    recipes = [block for block in rest if block.needs == package]
+    assert recipes
+    for block in recipes:
+        exec(compile(block.text, str(page), "exec"), names)
+        assert relative_error(weights(names["learner"]), expected) < 2 * rounding()
+
+
+VALUES = {"step": 3, "query_loss": 0.5, "path": "chain", "query_accuracy": math.nan}
+
+
+def test_tensorboard(tmp_path: Path):
+    """Its own reader finds the finite numbers, at their step."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (sink,) = open_sinks(["tensorboard"], tmp_path, {})
+    sink.write(3, VALUES)
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["query_loss"]
+    assert [(e.step, e.value) for e in events.Scalars("query_loss")] == [(3, 0.5)]
+
+
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What its interface is called with: without an account nothing can be sent."""
+    seen: list[Any] = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: seen.append((step, values)), finish=lambda: seen.append("end")
+    )
+    module = types.ModuleType("wandb")
+    module.init = lambda **options: seen.append(options["config"]) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    (sink,) = open_sinks(["wandb"], tmp_path, {"seed": 0})
+    sink.write(3, VALUES)
+    sink.close()
+    assert seen == [{"seed": 0}, (3, {"query_loss": 0.5}), "end"]
