@@ -22,9 +22,9 @@ NAMES = (
     "trunk/first_kernels",
     "trunk/tail",
     "trunk/tail_kernels",
-    "engines/packed_kernels",
 )
 TRITON = [f"src/metanudge/accel/{name}.py" for name in NAMES]
+TRITON.append("src/metanudge/engines/packed_kernels.py")
 collect_ignore = [] if importlib.util.find_spec("triton") else TRITON
 
 ROOT = Path(__file__).parent

@@ -85,6 +85,33 @@ def along_training(network: str, method: str) -> tuple[str, str]:
     return f"{middle[0]:.2f}", f"{100 * middle[1]:.2g}"
 
 
+def by_differences() -> dict[str, str]:
+    """MAML by differences on the Transformer: least cosine in float32, the median in bf16 autocast;
+    what a meta-step of 100 million parameters takes at most, as a multiple of as many plain
+    gradients.
+    """
+    quality = [
+        row
+        for cell in rows("transformer")["cells"]
+        for row in cell["rows"]
+        if row["kind"] == "quality" and row["method"] == "MAML by differences"
+    ]
+    cosines = {
+        precision: [row["cosine"] for row in quality if row["precision"] == precision]
+        for precision in ("fp32", "bf16")
+    }
+    costs = [
+        row["per_gradient"]
+        for row in rows("bench/large-gpt-100m")["rows"]
+        if row["estimator"] == "maml-difference"
+    ]
+    return {
+        "difference_least": f"{min(cosines['fp32']):.4f}",
+        "difference_bf16": f"{median(cosines['bf16']):.3f}",
+        "difference_cost": f"{max(costs):.2f}",
+    }
+
+
 def substitutions() -> dict[str, str]:
     """What pages write as {{ name }}."""
     table = ["| | MNIST-1D | Omniglot | sinusoids | sinusoids, steps that overshoot |"]
@@ -93,6 +120,7 @@ def substitutions() -> dict[str, str]:
     cells = [c["cell"] for c in rows("ablation")["cells"] if c["cell"]["part"] == PARTS[0]]
     tried = {tuple(sorted(cell.items() - {("seed", cell["seed"])})) for cell in cells}
     values = {"trained_table": "\n".join(table), "variants": str(len(tried))}
+    values |= by_differences()
     for name in ("memory-cnn", "memory-steps", "bias-rates", "auto-nu", "gradient-quality"):
         values[name.replace("-", "_")] = sentence(name)
     for row in rows("bench/omniglot-cuda-tf32")["rows"]:

@@ -54,4 +54,5 @@ if dist.get_rank() == 0:
     axes.set(xlabel="meta-steps", ylabel="query loss after adaptation")
     axes.legend()
     figure.savefig(sys.argv[1] if len(sys.argv) > 1 else "shards.png")
+dist.barrier()  # nobody leaves while another one is still at work
 dist.destroy_process_group()

@@ -130,11 +130,13 @@ def test_estimates_are_compared_with_the_gradient_of_the_adaptation(
 
 
 def test_gradients_spent_are_those_that_were_taken() -> None:
-    """K = 3: 3·3 + 1 for each task of a meta-step, and one look at seven ε on both tasks."""
+    """K = 3: 3·3 + 1 for each task of a meta-step, and one look on both tasks: at seven ε, and at
+    the gradient without products, 3 + 1.
+    """
     cell = {"part": "training", "method": DIFFERENCE, "inner": 0.3, "seed": 0}
     rows = transformer.measure(cell, SMALL, CPU)
     spent = {row["iteration"]: row["gradients"] for row in rows if row["kind"] == "curve"}
-    assert spent[4] == 4 * 2 * 10 + 7 * 2 * 10
+    assert spent[4] == 4 * 2 * 10 + (7 * 10 + 4) * 2
     assert spent[4] - spent[2] == 2 * 2 * 10
 
 
