@@ -123,7 +123,8 @@ def _stack(batches: Sequence[Batch]) -> Batch:
     )
 
 
-@dataclass(frozen=True)
+# Not frozen: Lightning casts a dataclass by setting the fields of a copy (`precision="bf16-true"`).
+@dataclass(unsafe_hash=True)
 class Task:
     """One task: the examples to adapt on and the examples to be judged on.
 
@@ -197,6 +198,16 @@ class Stack:
         return Task(one.support, one.query)
 
 
+def _differentiable(stack: Stack) -> Stack:
+    """The same, with copies of what was made in inference mode (Lightning's validation), through
+    which no gradient passes.
+    """
+    if not any(leaf.is_inference() for leaf in tensors((stack.support, stack.query))):
+        return stack
+    with torch.inference_mode(False):
+        return stack.mapped(torch.clone)
+
+
 class TaskBatch(Sequence[Task]):
     """A meta-batch: tasks stacked on a leading axis; tasks of different shapes are allowed.
 
@@ -204,7 +215,8 @@ class TaskBatch(Sequence[Task]):
         support: batch whose tensors have shape `(num_tasks, num_support, ...)`.
         query: batch whose tensors have shape `(num_tasks, num_query, ...)`.
 
-    Tasks that differ in shape are put together with `TaskBatch.of`:
+    Or, as of any sequence, `TaskBatch(tasks)`. Tasks that differ in shape are put together with
+    `TaskBatch.of`:
 
     Example:
         >>> a = Task((torch.zeros(5, 2), torch.zeros(5)), (torch.zeros(9, 2), torch.zeros(9)))
@@ -216,7 +228,10 @@ class TaskBatch(Sequence[Task]):
 
     stacks: tuple[Stack, ...]
 
-    def __init__(self, support: Batch, query: Batch) -> None:
+    def __init__(self, support: Batch | Iterable[Task], query: Batch | None = None) -> None:
+        if query is None:
+            self._set(TaskBatch.of(support).stacks)
+            return
         support, query = plain(support), plain(query)
         for batch, what in ((support, "support set"), (query, "query set")):
             num_examples(batch, axis=1, what=what)
@@ -233,7 +248,7 @@ class TaskBatch(Sequence[Task]):
         self._set([Stack(tuple(range(count)), support, query)])
 
     def _set(self, stacks: Iterable[Stack]) -> TaskBatch:
-        self.stacks = tuple(stacks)
+        self.stacks = tuple(map(_differentiable, stacks))
         self._where = {
             place: (stack, row) for stack in self.stacks for row, place in enumerate(stack.places)
         }
