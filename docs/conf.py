@@ -9,9 +9,11 @@ from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon.docstring import GoogleDocstring
 from sphinx.util.docutils import SphinxDirective
 
 import metanudge
+from metanudge.training.config import TrainConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import draw
@@ -36,6 +38,7 @@ myst_heading_anchors = 3
 # Docstrings say `name` for code, as Markdown does.
 default_role = "code"
 autodoc_member_order = "bysource"
+smartquotes_action = "qe"  # --flags keep their dashes
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True}
@@ -79,7 +82,14 @@ class Help(SphinxDirective):
         return [nodes.literal_block(text, text, language="text")]
 
 
+def _as_it_is(self: GoogleDocstring) -> tuple[str, list[str]]:
+    """Of an attribute's docstring: a first line with a colon is no `type: description`."""
+    return "", self._dedent(self._consume_to_end())
+
+
 def setup(app: Sphinx) -> None:
     """What is our own."""
+    TrainConfig.__annotations__["data"] = "str"  # what the command line is told beside it is long
+    GoogleDocstring._consume_inline_attribute = _as_it_is  # type: ignore[method-assign]
     draw.draw(Path(app.confdir) / "_build" / "drawn")
     app.add_directive("help", Help)
