@@ -169,9 +169,7 @@ def measure(name: str, case: Case, device: torch.device) -> list[dict[str, Any]]
         row: dict[str, Any] = {"case": name, "engine": engine, "estimator": repr(estimator)}
         try:
             begin = time.perf_counter()
-            plan = mn.plan(
-                learner, tasks, estimators=[estimator], engines=[learner.engine], timed=False
-            )
+            plan = mn.plan(learner, tasks, estimators=[estimator], engines=[learner.engine])
             row |= {"planned": plan.steps[0].peak, "planning_s": time.perf_counter() - begin}
             row["why"] = plan.steps[0].why
 

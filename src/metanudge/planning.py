@@ -35,7 +35,7 @@ from metanudge.html_table import html_table
 from metanudge.learner import MetaLearner
 from metanudge.solvers import GradientDescent
 from metanudge.task import TaskBatch, tensors
-from metanudge.testing.memory import Allocations
+from metanudge.testing.memory import Allocations, peak_memory
 
 USUAL: tuple[Estimator, ...] = (
     FOBMAML(nu=0.1),
@@ -176,7 +176,8 @@ def plan(
         tasks: of the sizes that will come.
         estimators: instead of the learner's own and the usual ones.
         engines: which engines.
-        timed: measure a gradient on each engine, where there are weights and it fits.
+        timed: measure a gradient on each engine, where there are weights and it fits: its time
+            and, on a CUDA device, what kernels allocate for themselves.
 
     On the stacked engine memory is that of `torch.func`; recorded meta-steps (CUDA graphs) keep
     theirs. An automatic ν adds its first look, a learning rate that is measured is left out.
@@ -200,7 +201,7 @@ def plan(
     held = sum(t.nbytes for t in (*fake.model.parameters(), *fake.model.buffers()))
     free = _free(real)
     steps = []
-    rates: dict[str, float | None] = {}
+    measured: dict[str, tuple[float, int] | None] = {}
     for estimator in wanted:
         for engine in engines:
             chunk = fake.chunk if real is None else _rows(real, batch, estimator, engine)
@@ -208,10 +209,12 @@ def plan(
             step = replace(step, chosen=(estimator, engine) == (own, auto))
             fits = step.peak is not None and (free is None or step.peak < free)
             if timed and real is not None and fits:
-                if engine not in rates:
-                    rates[engine] = _seconds_a_gradient(real, batch, engine, chunk)
-                rate = rates[engine]
-                step = replace(step, seconds=None if rate is None else rate * step.gradients)
+                if engine not in measured:
+                    measured[engine] = _gradient_measured(real, batch, engine, chunk)
+                if (found := measured[engine]) is not None:
+                    seconds, unseen = found
+                    total = step.peak + unseen if step.peak is not None else None
+                    step = replace(step, seconds=seconds * step.gradients, peak=total)
             steps.append(step)
     return MemoryPlan(tuple(steps), held, free)
 
@@ -330,32 +333,43 @@ def _free(learner: MetaLearner | None) -> int | None:
     return None if device is None or device.type != "cuda" else free_memory(device)
 
 
-def _seconds_a_gradient(
+def _gradient_measured(
     learner: MetaLearner, batch: TaskBatch, name: str, chunk: int | None
-) -> float | None:
-    """Of one task, support and query set in the mean, measured; None where it fails."""
+) -> tuple[float, int] | None:
+    """Seconds of one task's gradient, support and query set in the mean, and bytes that kernels
+    take beside the tensors they return (workspaces of convolutions); None where it fails.
+    """
     problem = learner.problem()
     engine = InplaceEngine() if name == "inplace" else StackedEngine(chunk)
-    device = problem.device
+    device, cuda = problem.device, problem.device.type == "cuda"
 
     def now() -> float:
-        if device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    times = []
+    times: list[float] = []
     try:
         with engine.session(problem, batch, width=1, seed=0, cost=Cost()) as groups:
             inner = next(iter(groups))
             d = inner.zeros(inner.tasks)
-            for _ in range(3):
+
+            def both() -> None:
                 begin = now()
                 inner.data_gradient(d, None, 0, None)
                 inner.query_gradient(d)
                 times.append((now() - begin) / (2 * inner.tasks))
+
+            for _ in range(3):
+                both()
+            unseen = 0
+            if cuda:
+                with Allocations(block=_BLOCK) as seen:
+                    whole = peak_memory(both, device)
+                unseen = max(0, whole - seen.peak)
     except (StackingError, ValueError, RuntimeError):
         return None
-    return min(times)
+    return min(times), unseen
 
 
 def _short(estimator: Estimator) -> str:

@@ -31,9 +31,11 @@ def _close(high, low, at, inside, values):
 
 @triton.jit
 def _factor(values, at, inside, WHOLE: tl.constexpr):
-    if WHOLE:
-        return tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
-    return tl.load(values).to(tl.float32)
+    if WHOLE:  # one return: Triton takes both branches' types together
+        factor = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        factor = tl.load(values).to(tl.float32)
+    return factor
 
 
 @triton.jit(do_not_specialize=["lr"])
