@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from metanudge.engines.packed import PackedParams, descend, names_to_pack, sample
+from metanudge.engines.packed import PackedParams, Step, names_to_pack
 from metanudge.params import Params, joined
 from metanudge.proximal import Diagonal
 from metanudge.spread import gradient_of, is_spread, local
@@ -179,7 +179,7 @@ class Descent:
         self._parts = parts
         self._norms: dict[str, Tensor | None] = {}  # None where the motion will tell
         self._packed = d.packed if isinstance(d, PackedParams) else {}
-        self._firsts: dict[str, tuple[Tensor, Tensor]] = {}  # of two: the square, and a sample
+        self._steps: dict[str, Step] = {}  # of what is packed
         self._most = 1
 
     def pack(self, names: Iterable[str]) -> None:
@@ -205,7 +205,7 @@ class Descent:
             return
         parameter.grad = None
         if name in self._packed:
-            self._norms[name] = self._descend(name, g)
+            self._descend(name, g)
         elif name in self._norms:
             self._norms[name] = None
             self._d[name].add_(g, alpha=-self._lr)
@@ -231,11 +231,14 @@ class Descent:
         """Step where nothing was handed over, too; ‖∇g‖ at the old d, `(1,)`. What the parameters
         hold then means nothing.
         """
-        for name in [n for n in self._d if n not in self._norms]:
+        for name in [n for n in self._d if n not in self._norms and n not in self._steps]:
             if name in self._packed:
-                self._norms[name] = self._descend(name, take_gradient(self._parameters[name]))
+                self._descend(name, take_gradient(self._parameters[name]))
             elif self._d[name].dtype == torch.int8:
                 self._norms[name] = self._step(name, row(take_gradient(self._parameters[name])))
+        if steps := self._steps:
+            found = Step.norms(list(steps.values()))
+            self._norms |= dict(zip(steps, found.unbind(), strict=True))
         rest = {
             n: row(take_gradient(p)) for n, p in self._parameters.items() if n not in self._norms
         }
@@ -248,25 +251,13 @@ class Descent:
             torch._foreach_add_([self._d[n] for n in rest], leaves, alpha=-self._lr)
         return joined(norms).reshape(1)
 
-    def _descend(self, name: str, g: Tensor) -> Tensor:
-        """Step where displacements are packed; the norm of the parts so far. How parallel two parts
-        are is seen on a sample of their entries.
-        """
-        d, lam, before = self._packed[name], self._forces.lam[name], self._firsts.pop(name, None)
-        if before is not None:
-            (first, taken), seen = before, sample(g)
-            square = descend(d, g, self._lr, None)
-            along = torch.dot(taken, seen) / (taken.norm() * seen.norm())
-            both = 2 * (first * square).sqrt() * along.nan_to_num(0.0)
-            return (first + square + both).clamp_min(0).sqrt()
+    def _descend(self, name: str, g: Tensor) -> None:
+        """Step where displacements are packed."""
         if self._forces.pull is not None:
             g = torch.add(g, self._forces.pull[name][0], alpha=self._forces.nu)
-        if self._parts == 1:
-            return descend(d, g, self._lr, lam).sqrt()
-        seen = sample(g).addcmul_(d.sampled(), sample(lam) if lam.ndim else lam.float())
-        square = descend(d, g, self._lr, lam)
-        self._firsts[name] = square, seen
-        return square.sqrt()
+        self._steps.setdefault(name, Step()).take(
+            self._packed[name], g, self._lr, self._forces.lam[name], last=self._parts == 1
+        )
 
     def _step(self, name: str, g: Tensor) -> Tensor | None:
         """Step with the first part of a parameter's gradient, which is overwritten; its norm if it

@@ -28,7 +28,8 @@ logger = logging.getLogger("metanudge")
 LEAST = 2**16  # entries of a parameter: below, kernels cost more than memory
 _PIECE = 2**20  # entries that are unpacked at a time
 _MOST = 16  # pieces
-_EVERY = 61  # of a sample; a prime, so that it is of all columns
+_EVERY = 61  # of a sample, at least; odd, so that it is of all columns
+_MANY = 14  # a sample has about 2¹⁴ entries at most
 
 
 class Packed:
@@ -75,10 +76,10 @@ class Packed:
         # the third byte counts 0 … 255, in int32 as it is
         return bits.add_(self.low, alpha=256).view(torch.float32).view(self.shape)
 
-    def sampled(self) -> Tensor:
+    def every(self, stride: int) -> Tensor:
         """Every so-manieth entry, in float32."""
-        size = torch.Size((-(-self.high.numel() // _EVERY),))
-        return Packed(self.high[::_EVERY], self.low[::_EVERY], size).open()
+        high = self.high[::stride]
+        return Packed(high, self.low[::stride], high.shape).open()
 
     def _close(self, values: Tensor) -> None:
         """Overwrite with float32 values, which are overwritten."""
@@ -99,24 +100,67 @@ class Packed:
             yield own, tuple(leaf[cut] if leaf.numel() == size else leaf for leaf in flat)
 
 
-def descend(d: Packed, g: Tensor, lr: float, lam: Tensor | None) -> Tensor:
-    """d ← d − α (g + λ d); ‖g + λ d‖² in float32, 0-d. λ is 0-d or of the shape of d; None where g
-    is all there is.
+class Step:
+    """One step of a packed displacement, whose gradient comes in one part or two; `norms` says how
+    long it was. How parallel two parts are is seen on a sample of their entries, since the first
+    one is gone when the second is there.
+    """
+
+    def __init__(self) -> None:
+        self._squares: list[Tensor] = []
+        self._seen: Tensor | None = None
+
+    def take(self, d: Packed, g: Tensor, lr: float, lam: Tensor | None, *, last: bool) -> None:
+        """d ← d − α (g + λ d) with the first part of a gradient, d ← d − α g with the second."""
+        again = bool(self._squares)
+        sums, self._seen = descend(
+            d, g, lr, None if again else lam, self._seen, keep=not (again or last)
+        )
+        self._squares.append(sums.sum(-1))
+
+    @staticmethod
+    def norms(steps: list[Step]) -> Tensor:
+        """‖g + λ d‖ of each, d being what it was: `(steps,)`."""
+        first = torch.stack([step._squares[0][0] for step in steps])
+        blank = torch.zeros_like(first[0]).expand(4)
+        last = [step._squares[1] if len(step._squares) > 1 else blank for step in steps]
+        second, dot, before, now = torch.stack(last, 1)
+        along = (dot / (before * now).sqrt()).nan_to_num(0.0)
+        return (first + second + 2 * (first * second).sqrt() * along).clamp_min(0).sqrt()
+
+
+def descend(
+    d: Packed, g: Tensor, lr: float, lam: Tensor | None, seen: Tensor | None, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """d ← d − α s with s = g + λ d, which is g alone where λ is None; otherwise λ is 0-d or of the
+    shape of d.
+
+    Returns ‖s‖² in parts, `(1, n)`, and a sample of s if it is to be kept. With the sample of
+    another s before it, also in parts, `(4, n)`: the samples' product and their squares.
     """
     kernels = _kernels_for(g)
     if kernels is not None:
-        found: Tensor = kernels.descend(d, g, lr, lam)
+        found: tuple[Tensor, Tensor | None] = kernels.descend(d, g, lr, lam, seen, keep=keep)
         return found
-    total = torch.zeros((), device=g.device)
+    sums, kept = [torch.zeros((), device=g.device)], None
+    if keep or seen is not None:
+        stride = max(_EVERY, d.high.numel() >> _MANY | 1)
+        now = g.reshape(-1)[::stride].float()
+        if lam is not None:
+            stiff = lam.reshape(-1)[::stride] if lam.ndim else lam
+            now = torch.addcmul(now, d.every(stride), stiff.float())
+        kept = now if keep else None
+        if seen is not None:
+            sums += [torch.dot(seen, now), torch.dot(seen, seen), torch.dot(now, now)]
     force = [] if lam is None else [lam.reshape(-1)]
     for piece, (part, *by) in d._pieces(g.reshape(-1), *force):
         old, step = piece.open(), part.float()
         if by:
             step = torch.addcmul(step, old, by[0].float())
-        total.add_(torch.dot(step, step))
+        sums[0].add_(torch.dot(step, step))
         piece._close(old.add_(step, alpha=-lr))
         del old, step  # or they would still be alive while the next ones are made
-    return total
+    return torch.stack(sums)[:, None], kept
 
 
 def place(d: Packed, theta: Tensor, phi: Tensor) -> None:
@@ -153,11 +197,6 @@ def add(m: Packed, rows: Packed | Tensor, weight: float, scale: Tensor | None) -
         )
         first += size
         del total, row
-
-
-def sample(g: Tensor) -> Tensor:
-    """The entries that `Packed.sampled` takes, in float32."""
-    return g.reshape(-1)[::_EVERY].float()
 
 
 class PackedParams(dict[str, Tensor]):

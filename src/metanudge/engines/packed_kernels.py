@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
+_SEEN = 8  # entries of a tile that are a sample of it; 64 of few tiles
+_MANY = 2**20  # entries
 
 
 @triton.jit
@@ -40,17 +42,31 @@ def _factor(values, at, inside, WHOLE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["lr"])
 def _descend(
-    high, low, g, lam, squares, size, lr,
-    FORCE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    high, low, g, lam, seen, sums, size, lr,
+    FORCE: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr, AFTER: tl.constexpr,
+    SEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    at = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    at = tile.to(tl.int64) * BLOCK + lane
     inside = at < size
     old = _open(high, low, at, inside)
     step = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
     if FORCE:
         step += _factor(lam, at, inside, WHOLE) * old
-    tl.store(squares + tile, tl.sum(step * step, 0))
+    tl.store(sums + tile, tl.sum(step * step, 0))
+    if KEEP or AFTER:
+        # other columns in every tile
+        chosen = tl.where((lane + tile * 61) % (BLOCK // SEEN) == 0, step, 0.0)
+        now = tl.sum(tl.reshape(chosen, (SEEN, BLOCK // SEEN)), 1)
+        places = seen + tile * SEEN + tl.arange(0, SEEN)
+        if KEEP:
+            tl.store(places, now)
+        else:
+            before, tiles = tl.load(places), tl.num_programs(0)
+            tl.store(sums + tiles + tile, tl.sum(before * now, 0))
+            tl.store(sums + 2 * tiles + tile, tl.sum(before * before, 0))
+            tl.store(sums + 3 * tiles + tile, tl.sum(now * now, 0))
     _close(high, low, at, inside, old - lr * step)
 
 
@@ -79,16 +95,22 @@ def _add(
     _close(high, low, at, inside, _open(high, low, at, inside) + weight * more)
 
 
-def descend(d: Any, g: Tensor, lr: float, lam: Tensor | None) -> Tensor:
+def descend(
+    d: Any, g: Tensor, lr: float, lam: Tensor | None, seen: Tensor | None, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
     """See `metanudge.engines.packed`."""
     size, g = d.high.numel(), g.contiguous()
     tiles = triton.cdiv(size, _BLOCK)
-    squares = torch.empty(tiles, dtype=torch.float32, device=g.device)
+    per_tile = _SEEN if size >= _MANY else 8 * _SEEN
+    sums = torch.empty(1 if seen is None else 4, tiles, dtype=torch.float32, device=g.device)
+    kept = torch.empty(tiles * per_tile, dtype=torch.float32, device=g.device) if keep else None
     _descend[(tiles,)](
-        d.high, d.low, g, g if lam is None else lam.contiguous(), squares, size, lr,
-        FORCE=lam is not None, WHOLE=_whole(lam), BLOCK=_BLOCK, num_warps=8,
+        d.high, d.low, g, g if lam is None else lam.contiguous(),
+        next((sample for sample in (kept, seen) if sample is not None), sums), sums, size, lr,
+        FORCE=lam is not None, WHOLE=_whole(lam), KEEP=keep, AFTER=seen is not None, SEEN=per_tile,
+        BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
-    return squares.sum()
+    return sums, kept
 
 
 def place(d: Any, theta: Tensor, phi: Tensor) -> None:
@@ -115,11 +137,14 @@ def try_out(kind: Any) -> None:
     """Raise where one of them does not do what it should."""
     g = torch.linspace(-1, 1, 5000, device="cuda")
     d, m, lam, phi = kind.of(g), kind.of(g), torch.full_like(g, 3.0), torch.empty_like(g).bfloat16()
-    descend(d, g.bfloat16(), 0.5, lam[0])
-    descend(d, g.bfloat16(), 0.5, None)
+    first, kept = descend(d, g.bfloat16(), 0.5, lam[0], None, keep=True)
+    again, _ = descend(d, g.bfloat16(), 0.5, None, kept, keep=False)
     place(d, torch.ones_like(phi), phi)
     add(m, d, 0.5, lam)
     add(m, g, -2.0, None)
+    torch.testing.assert_close(first.sum(), 16 * g.square().sum(), rtol=0.02, atol=0)
+    along = again.sum(1)[1] / (again.sum(1)[2] * again.sum(1)[3]).sqrt()
+    torch.testing.assert_close(along, torch.ones_like(along), rtol=1e-3, atol=0)
     torch.testing.assert_close(phi, (1 - 1.5 * g).bfloat16(), rtol=0.02, atol=0.02)
     torch.testing.assert_close(m.open(), -3.25 * g, rtol=0.02, atol=0.02)
 
