@@ -7,6 +7,9 @@ python lab/benchmarks/large.py llama-1b llama-7b-lora --estimators fobmaml maml-
 Random weights, random tokens: neither changes what a step costs. Seconds are measured round-robin
 with those of a plain gradient (forward, backward, nothing else). `per gradient` is the time of a
 meta-step over that of as many plain gradients as it takes; memory is the allocator's peak.
+Activations are what a plain step's peak has beside parameters and gradients; `beyond` are the bytes
+that the meta-step takes without them, a parameter that adapts; `extra_gib` is what it takes more
+than a plain step.
 """
 
 from __future__ import annotations
@@ -129,6 +132,7 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
         model = case.build()
     total = sum(p.numel() for p in model.parameters())
     adapting = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    held = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters()) / GIB
 
     def tokens(seed: int) -> Tensor:
         chance = torch.Generator().manual_seed(seed)
@@ -159,9 +163,13 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
                         "tasks": args.tasks,
                         "estimator": estimator,
                         "plain_gib": base,
+                        "activations_gib": None if base is None else base - held,
                     }
                     try:
                         row |= _one(model, tasks, plain, case, estimator, steps, args, device)
+                        if base is not None:
+                            row["extra_gib"] = row["peak_gib"] - base
+                            row["beyond"] = (row["peak_gib"] - base + held) * GIB / adapting
                     except (torch.OutOfMemoryError, RuntimeError, mn.MetanudgeError) as error:
                         row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
                     print(json.dumps(row), flush=True)
