@@ -7,9 +7,9 @@ python lab/benchmarks/large.py llama-1b llama-7b-lora --estimators fobmaml maml-
 Random weights, random tokens: neither changes what a step costs. Seconds are measured round-robin
 with those of a plain gradient (forward, backward, nothing else). `per gradient` is the time of a
 meta-step over that of as many plain gradients as it takes; memory is the allocator's peak.
-Activations are what a plain step's peak has beside parameters and gradients; `beyond` are the bytes
-that the meta-step takes without them, a parameter that adapts; `extra_gib` is what it takes more
-than a plain step.
+Activations are what a forward and a backward pass take beside parameters where every gradient is
+dropped as soon as it is there; `beyond` are the bytes that the meta-step takes without them, a
+parameter that adapts; `extra_gib` is what it takes more than a plain step.
 """
 
 from __future__ import annotations
@@ -132,7 +132,6 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
         model = case.build()
     total = sum(p.numel() for p in model.parameters())
     adapting = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    held = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters()) / GIB
 
     def tokens(seed: int) -> Tensor:
         chance = torch.Generator().manual_seed(seed)
@@ -150,7 +149,7 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
         if precision == "fp32":
             inside = "fp32"
         with computing_in(inside, device):
-            base = _peak(plain, device)
+            base, activations = _peak(plain, device), _activations(model, plain, device)
             for steps in args.steps:
                 for estimator in args.estimators:
                     row = {
@@ -163,13 +162,13 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
                         "tasks": args.tasks,
                         "estimator": estimator,
                         "plain_gib": base,
-                        "activations_gib": None if base is None else base - held,
+                        "activations_gib": activations,
                     }
                     try:
                         row |= _one(model, tasks, plain, case, estimator, steps, args, device)
-                        if base is not None:
+                        if base is not None and activations is not None:
                             row["extra_gib"] = row["peak_gib"] - base
-                            row["beyond"] = (row["peak_gib"] - base + held) * GIB / adapting
+                            row["beyond"] = (row["peak_gib"] - activations) * GIB / adapting
                     except (torch.OutOfMemoryError, RuntimeError, mn.MetanudgeError) as error:
                         row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
                     print(json.dumps(row), flush=True)
@@ -245,6 +244,22 @@ def _peak(work: Callable[[], None], device: torch.device) -> float | None:
     work()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) / GIB
+
+
+def _activations(model: nn.Module, plain: Callable[[], None], device: torch.device) -> float | None:
+    """GiB of a plain step whose gradients are dropped one by one, beside the parameters."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    hooks = [
+        p.register_post_accumulate_grad_hook(drop) for p in model.parameters() if p.requires_grad
+    ]
+    peak = _peak(plain, device)
+    for hook in hooks:
+        hook.remove()
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    return None if peak is None else peak - held / GIB
 
 
 def main() -> None:
