@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 import metanudge as mn
 from metanudge.cli import main
 from metanudge.planning import MemoryPlan, PlannedStep
-from metanudge.testing.memory import peak_memory
+from metanudge.testing.memory import Allocations, peak_memory
 from problems import Setup, classification_tasks, conv_net, mlp, seeded, transformer
 
 CPU = torch.device("cpu")
@@ -129,3 +130,29 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypa
     assert list(tmp_path.iterdir()) == [], "nothing is written"
     assert main(["plan"]) == 2
     assert "Name the data" in capsys.readouterr().err
+
+
+def test_what_an_operator_takes_for_itself_counts_while_it_runs():
+    x = torch.ones(8, 8)
+    with Allocations(workspaces={torch.ops.aten.mm.default: 1000}) as seen:
+        y = x @ x
+        z = y + y
+    assert (seen.live, seen.peak) == (y.nbytes + z.nbytes, y.nbytes + 1000)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workspaces_of_convolutions(dtype: torch.dtype):
+    """cuDNN's are a tenth of what so small a network takes."""
+    block = [nn.Conv2d(64, 64, 3, padding=1), nn.GELU(), nn.MaxPool2d(2)]
+    body = [nn.Conv2d(3, 64, 3, padding=1), *copy.deepcopy(block), *copy.deepcopy(block)]
+    model = nn.Sequential(*body, nn.Flatten(), nn.Linear(64 * 64, 5)).to("cuda", dtype)
+    x, labels = torch.randn(25, 3, 32, 32, device="cuda", dtype=dtype), torch.arange(25) % 5
+    tasks = [mn.Task((x, labels.cuda()), (x, labels.cuda())) for _ in range(2)]
+    estimator = mn.FOBMAML(nu=0.1)
+    learner = mn.MetaLearner(model, F.cross_entropy, estimator=estimator, engine="inplace")
+    plan = mn.plan(learner, tasks, estimators=[estimator], engines=["inplace"])
+    learner.backward(tasks)  # kernels are chosen at the first call
+    learner.zero_grad(set_to_none=True)
+    seen = peak_memory(lambda: learner.backward(tasks), torch.device("cuda"))
+    assert plan.chosen.peak == pytest.approx(seen, rel=0.1)

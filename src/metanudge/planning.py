@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from metanudge.html_table import html_table
 from metanudge.learner import MetaLearner
 from metanudge.solvers import GradientDescent
 from metanudge.task import TaskBatch, tensors
-from metanudge.testing.memory import Allocations, peak_memory
+from metanudge.testing.memory import Allocations, Workspaces
 
 USUAL: tuple[Estimator, ...] = (
     FOBMAML(nu=0.1),
@@ -201,20 +201,21 @@ def plan(
     held = sum(t.nbytes for t in (*fake.model.parameters(), *fake.model.buffers()))
     free = _free(real)
     steps = []
-    measured: dict[str, tuple[float, int] | None] = {}
+    measured: dict[str, tuple[float, Mapping[Any, int]] | None] = {}
     for estimator in wanted:
         for engine in engines:
             chunk = fake.chunk if real is None else _rows(real, batch, estimator, engine)
             step = _planned(fake, given, estimator, engine, chunk, faked)
-            step = replace(step, chosen=(estimator, engine) == (own, auto))
             fits = step.peak is not None and (free is None or step.peak < free)
             if timed and real is not None and fits:
                 if engine not in measured:
                     measured[engine] = _gradient_measured(real, batch, engine, chunk)
                 if (found := measured[engine]) is not None:
-                    seconds, unseen = found
-                    total = step.peak + unseen if step.peak is not None else None
-                    step = replace(step, seconds=seconds * step.gradients, peak=total)
+                    seconds, workspaces = found
+                    if workspaces:
+                        step = _planned(fake, given, estimator, engine, chunk, faked, workspaces)
+                    step = replace(step, seconds=seconds * step.gradients)
+            step = replace(step, chosen=(estimator, engine) == (own, auto))
             steps.append(step)
     return MemoryPlan(tuple(steps), held, free)
 
@@ -226,6 +227,7 @@ def _planned(
     engine: EngineName,
     chunk: int | None,
     faked: Any,
+    workspaces: Mapping[Any, int] | None = None,
 ) -> PlannedStep:
     if engine not in estimator.engines:
         return PlannedStep(estimator, engine, None, f"runs {' and '.join(estimator.engines)} only")
@@ -238,7 +240,7 @@ def _planned(
     try:
         with _without_numbers(faked):
             together = TaskBatch.of(few)  # who has a batch already does not pay for it
-            with Allocations(block=_BLOCK if on_cuda else 1) as seen:
+            with Allocations(_BLOCK if on_cuda else 1, workspaces) as seen:
                 stats = learner.backward(together)
             learner.zero_grad(set_to_none=True)
     except (StackingError, ValueError, TypeError, RuntimeError, NotImplementedError) as error:
@@ -335,9 +337,9 @@ def _free(learner: MetaLearner | None) -> int | None:
 
 def _gradient_measured(
     learner: MetaLearner, batch: TaskBatch, name: str, chunk: int | None
-) -> tuple[float, int] | None:
-    """Seconds of one task's gradient, support and query set in the mean, and bytes that kernels
-    take beside the tensors they return (workspaces of convolutions); None where it fails.
+) -> tuple[float, Mapping[Any, int]] | None:
+    """Seconds of one task's gradient, support and query set in the mean, and bytes that operators
+    take for themselves on a CUDA device (convolutions); None where it fails.
     """
     problem = learner.problem()
     engine = InplaceEngine() if name == "inplace" else StackedEngine(chunk)
@@ -362,14 +364,12 @@ def _gradient_measured(
 
             for _ in range(3):
                 both()
-            unseen = 0
-            if cuda:
-                with Allocations(block=_BLOCK) as seen:
-                    whole = peak_memory(both, device)
-                unseen = max(0, whole - seen.peak)
+            workspaces = Workspaces(device)
+            with workspaces if cuda else nullcontext():
+                both()
     except (StackingError, ValueError, RuntimeError):
         return None
-    return min(times), unseen
+    return min(times[:3]), workspaces.found
 
 
 def _short(estimator: Estimator) -> str:

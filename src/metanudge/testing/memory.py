@@ -9,13 +9,13 @@ returns, until it is freed.
 
 Only what is allocated inside counts: parameters and data that exist before are the same for every
 method. What a kernel allocates for itself and frees before it returns (the workspace of a
-convolution) is not seen.
+convolution) is not seen, unless `Workspaces` has measured it on a GPU.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,11 +45,13 @@ class Allocations(TorchDispatchMode):
 
     Args:
         block: what sizes are rounded up to, where an allocator gives out no less.
+        workspaces: bytes that operators take while they run.
     """
 
-    def __init__(self, block: int = 1) -> None:
+    def __init__(self, block: int = 1, workspaces: Mapping[Any, int] | None = None) -> None:
         super().__init__()
         self._block = block
+        self._workspaces = workspaces or {}
         self.live = 0
         self.peak = 0
         self._sizes: dict[int, int] = {}
@@ -64,6 +66,7 @@ class Allocations(TorchDispatchMode):
             # than the context.
             if storage._cdata not in given:
                 self._track(storage)
+        self.peak = max(self.peak, self.live + self._workspaces.get(func, 0))
         return result
 
     def _track(self, storage: torch.UntypedStorage) -> None:
@@ -79,6 +82,23 @@ class Allocations(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
+
+
+class Workspaces(TorchDispatchMode):
+    """The most that each operator takes on a GPU beside what it is given and returns, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.found: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        result = func(*args, **(kwargs or {}))
+        most = torch.cuda.max_memory_allocated(self._device)
+        if (beside := most - torch.cuda.memory_allocated(self._device)) > 0:
+            self.found[func] = max(beside, self.found.get(func, 0))
+        return result
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
