@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-_SEEN = 8  # entries of a tile that are a sample of it; 64 of few tiles
-_MANY = 2**20  # entries
+_SEEN = 2  # entries of a tile that are a sample of it
+_SEEN_OF_FEW = 64  # where there are not many
+_MANY = 2**20
 
 
 @triton.jit
@@ -101,7 +102,7 @@ def descend(
     """See `metanudge.engines.packed`."""
     size, g = d.high.numel(), g.contiguous()
     tiles = triton.cdiv(size, _BLOCK)
-    per_tile = _SEEN if size >= _MANY else 8 * _SEEN
+    per_tile = _SEEN if size >= _MANY else _SEEN_OF_FEW
     sums = torch.empty(1 if seen is None else 4, tiles, dtype=torch.float32, device=g.device)
     kept = torch.empty(tiles * per_tile, dtype=torch.float32, device=g.device) if keep else None
     _descend[(tiles,)](
