@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from metanudge.names import some
 from metanudge.objective import Loss, Metrics, Objective
@@ -34,7 +35,7 @@ from metanudge.proximal import (
     proximal_term,
 )
 from metanudge.rates import LearnedRates
-from metanudge.spread import Spread, local
+from metanudge.spread import Spread, is_spread, local
 from metanudge.task import TaskBatch, tensors
 
 Nudge = Literal["loss", "gradient"]
@@ -154,12 +155,14 @@ class Problem:
         adapting = names_that_adapt(adapt, trainable, dict(objective.model.named_parameters()))
         self.parameters = {n: p for n, p in trainable.items() if n in adapting}
         self.shared = {n: p for n, p in trainable.items() if n not in adapting}
-        coarse = [n for n, p in self.parameters.items() if p.dtype.itemsize < 2]
+        coarse = [n for n, p in self.parameters.items() if _is_coarse(p)]
         if coarse:
+            first = self.parameters[coarse[0]]
+            kind = first.dtype if first.dtype.itemsize < 2 else type(first.data).__name__
             raise TypeError(
-                f"{some(coarse, 3)} cannot adapt: numbers of 8 bits"
-                f" ({self.parameters[coarse[0]].dtype}) cannot move a little. Freeze it with"
-                " requires_grad_(False) and adapt others (LoRA), or keep it in bfloat16 or float32."
+                f"{some(coarse, 3)} cannot adapt: numbers of 8 bits or fewer ({kind}) cannot move a"
+                " little. Freeze it with requires_grad_(False) and adapt others (LoRA), or keep it"
+                " in bfloat16 or float32."
             )
         self.proximal = (
             lam
@@ -265,6 +268,19 @@ def is_constant(module: nn.Module, name: str) -> bool:
 
 # By name: to import FSDP takes a second, and nobody has one wrapped who has not.
 _SYNCHRONISING = {"DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+def _is_coarse(parameter: Tensor) -> bool:
+    """Whether 16 bits an entry are nowhere kept: 8-bit numbers, and quantised tensors, which call
+    themselves by the type that they compute in.
+    """
+    if not is_traceable_wrapper_subclass(parameter) or is_spread(parameter):
+        return parameter.dtype.itemsize < 2
+    parts = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]
+    return not any(
+        t.is_floating_point() and t.dtype.itemsize > 1 and t.numel() == parameter.numel()
+        for t in parts
+    )
 
 
 def _refuse_synchronising_wrappers(model: nn.Module) -> None:
