@@ -155,15 +155,7 @@ class Problem:
         adapting = names_that_adapt(adapt, trainable, dict(objective.model.named_parameters()))
         self.parameters = {n: p for n, p in trainable.items() if n in adapting}
         self.shared = {n: p for n, p in trainable.items() if n not in adapting}
-        coarse = [n for n, p in self.parameters.items() if _is_coarse(p)]
-        if coarse:
-            first = self.parameters[coarse[0]]
-            kind = first.dtype if first.dtype.itemsize < 2 else type(first.data).__name__
-            raise TypeError(
-                f"{some(coarse, 3)} cannot adapt: numbers of 8 bits or fewer ({kind}) cannot move a"
-                " little. Freeze it with requires_grad_(False) and adapt others (LoRA), or keep it"
-                " in bfloat16 or float32."
-            )
+        _refuse_coarse(self.parameters)
         self.proximal = (
             lam
             if isinstance(lam, Proximal)
@@ -268,6 +260,19 @@ def is_constant(module: nn.Module, name: str) -> bool:
 
 # By name: to import FSDP takes a second, and nobody has one wrapped who has not.
 _SYNCHRONISING = {"DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+def _refuse_coarse(parameters: Mapping[str, Tensor]) -> None:
+    coarse = [name for name, parameter in parameters.items() if _is_coarse(parameter)]
+    if not coarse:
+        return
+    first = parameters[coarse[0]]
+    kind = first.dtype if first.dtype.itemsize < 2 else type(first.data).__name__
+    raise TypeError(
+        f"{some(coarse, 3)} cannot adapt: numbers of 8 bits or fewer ({kind}) cannot move a little."
+        " Freeze it with requires_grad_(False) and adapt others (LoRA), or keep it in bfloat16 or"
+        " float32."
+    )
 
 
 def _is_coarse(parameter: Tensor) -> bool:
