@@ -169,6 +169,24 @@ def test_variants_of_an_optimizer(kind: Any, variant: str):
     assert relative_error(*found) < 1e-12
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_capturable(kind: Any):
+    """It counts its steps on the device."""
+    found = []
+    for options in ({}, {"capturable": True}):
+        problem = Problem("MLP", "Adam")
+        problem.model.cuda()
+        problem.x, problem.y = problem.x.cuda(), problem.y.cuda()
+        problem.validation = tuple(t.cuda() for t in problem.validation)
+        problem.upper = problem.upper.detach().cuda().requires_grad_()
+        problem.optimizer = kind(problem.model.parameters(), lr=0.01, **options)
+        problem.warm_up()
+        problem.loop(3).step(problem.batches(3), problem.validation)
+        found.append(problem.upper.grad)
+    assert relative_error(*found) < 1e-12
+
+
 class Attentive(nn.Module):
     """Attends to three numbers, in the backward pass once more."""
 

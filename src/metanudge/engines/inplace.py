@@ -222,10 +222,9 @@ class InplaceInner(Inner):
             return super().support_hvp(d, v, step, batch_size)
         refuse_products(self.problem)
         self._write(d)
-        with self._guard.sharing():
-            with sdpa_kernel(SDPBackend.MATH):
-                loss = self._loss(self._support(step, batch_size), step, "support")
-                self._bend(loss, v)
+        with self._guard.sharing(), sdpa_kernel(SDPBackend.MATH):
+            loss = self._loss(self._support(step, batch_size), step, "support")
+            self._bend(loss, v)
         self.cost.support_gradients += 1
         self.cost.hessian_products += 1
         self._guard.restore_buffers()
