@@ -17,7 +17,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -279,12 +279,12 @@ def _is_coarse(parameter: Tensor) -> bool:
     """Whether 16 bits an entry are nowhere kept: 8-bit numbers, and quantised tensors, which call
     themselves by the type that they compute in.
     """
-    if not is_traceable_wrapper_subclass(parameter) or is_spread(parameter):
+    size, wrapper = parameter.numel(), cast(Any, parameter)
+    if is_spread(parameter) or not is_traceable_wrapper_subclass(wrapper):
         return parameter.dtype.itemsize < 2
-    parts = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]
+    parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
     return not any(
-        t.is_floating_point() and t.dtype.itemsize > 1 and t.numel() == parameter.numel()
-        for t in parts
+        t.is_floating_point() and t.dtype.itemsize > 1 and t.numel() == size for t in parts
     )
 
 
