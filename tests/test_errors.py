@@ -356,6 +356,70 @@ def test_exact_refuses_large_models():
         learner.backward(setup.tasks)
 
 
+class Quantised(Tensor):
+    """int8 numbers and a scale, which says of itself that it is float32."""
+
+    @staticmethod
+    def __new__(cls, whole: Tensor, scale: Tensor) -> Quantised:
+        return Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)
+
+    def __init__(self, whole: Tensor, scale: Tensor) -> None:
+        self.whole, self.scale = whole, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Quantised:
+        return Quantised(inner["whole"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Quantised(args[0].whole, args[0].scale)
+        args = [a.whole * a.scale if isinstance(a, Quantised) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+class OnQuantised(nn.Module):
+    """A layer whose matrix is quantised, and one that is not."""
+
+    def __init__(self, matrix: Tensor, *, adapts: bool) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(matrix, requires_grad=adapts)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x @ self.matrix.to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "kind"),
+    [
+        (lambda: Quantised(torch.ones(3, 3).to(torch.int8), torch.tensor(0.1)), "Quantised"),
+        (lambda: torch.ones(3, 3).to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+    ],
+    ids=["quantised", "float8"],
+)
+def test_numbers_too_coarse_to_adapt(matrix: Callable[[], Tensor], kind: str):
+    """They would be moved to the next one or not at all; frozen they are welcome."""
+    tasks = mlp().tasks.to(torch.float32)
+    options: Any = {"estimator": mn.MAML(products="difference"), "engine": "inplace"}
+    model = OnQuantised(matrix(), adapts=True)
+    with pytest.raises(TypeError, match=rf"matrix cannot adapt: .*{kind}.*requires_grad_\(False\)"):
+        mn.MetaLearner(model, CE, **options).backward(tasks)
+    assert all(p.grad is None for p in model.parameters())
+    model = OnQuantised(matrix(), adapts=False)
+    assert mn.MetaLearner(model, CE, **options).backward(tasks).gradient_norm > 0
+
+
+def test_whole_numbers_do_not_adapt():
+    model = OnQuantised(torch.ones(3, 3, dtype=torch.int8), adapts=False)
+    options: Any = {"estimator": mn.MAML(products="difference"), "adapt": ["matrix"]}
+    with refused(ValueError, r"only frozen ones \(matrix\)", model=model):
+        mn.MetaLearner(model, CE, **options).backward(mlp().tasks.to(torch.float32))
+
+
 def test_no_parameter_requires_grad():
     setup = mlp()
     learner = learner_for(setup)

@@ -17,10 +17,11 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from metanudge.names import some
 from metanudge.objective import Loss, Metrics, Objective
@@ -34,7 +35,7 @@ from metanudge.proximal import (
     proximal_term,
 )
 from metanudge.rates import LearnedRates
-from metanudge.spread import Spread, local
+from metanudge.spread import Spread, is_spread, local
 from metanudge.task import TaskBatch, tensors
 
 Nudge = Literal["loss", "gradient"]
@@ -154,13 +155,7 @@ class Problem:
         adapting = names_that_adapt(adapt, trainable, dict(objective.model.named_parameters()))
         self.parameters = {n: p for n, p in trainable.items() if n in adapting}
         self.shared = {n: p for n, p in trainable.items() if n not in adapting}
-        coarse = [n for n, p in self.parameters.items() if p.dtype.itemsize < 2]
-        if coarse:
-            raise TypeError(
-                f"{some(coarse, 3)} cannot adapt: numbers of 8 bits"
-                f" ({self.parameters[coarse[0]].dtype}) cannot move a little. Freeze it with"
-                " requires_grad_(False) and adapt others (LoRA), or keep it in bfloat16 or float32."
-            )
+        _refuse_coarse(self.parameters)
         self.proximal = (
             lam
             if isinstance(lam, Proximal)
@@ -265,6 +260,32 @@ def is_constant(module: nn.Module, name: str) -> bool:
 
 # By name: to import FSDP takes a second, and nobody has one wrapped who has not.
 _SYNCHRONISING = {"DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+def _refuse_coarse(parameters: Mapping[str, Tensor]) -> None:
+    coarse = [name for name, parameter in parameters.items() if _is_coarse(parameter)]
+    if not coarse:
+        return
+    first = parameters[coarse[0]]
+    kind = first.dtype if first.dtype.itemsize < 2 else type(first.data).__name__
+    raise TypeError(
+        f"{some(coarse, 3)} cannot adapt: numbers of 8 bits or fewer ({kind}) cannot move a little."
+        " Freeze it with requires_grad_(False) and adapt others (LoRA), or keep it in bfloat16 or"
+        " float32."
+    )
+
+
+def _is_coarse(parameter: Tensor) -> bool:
+    """Whether 16 bits an entry are nowhere kept: 8-bit numbers, and quantised tensors, which call
+    themselves by the type that they compute in.
+    """
+    size, wrapper = parameter.numel(), cast(Any, parameter)
+    if is_spread(parameter) or not is_traceable_wrapper_subclass(wrapper):
+        return parameter.dtype.itemsize < 2
+    parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+    return not any(
+        t.is_floating_point() and t.dtype.itemsize > 1 and t.numel() == size for t in parts
+    )
 
 
 def _refuse_synchronising_wrappers(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import metanudge as mn
 from metanudge.testing.memory import peak_memory, trainable_bytes
@@ -166,6 +167,51 @@ def test_variants_of_an_optimizer(kind: Any, variant: str):
         problem.loop(3).step(problem.batches(3), problem.validation)
         found.append(problem.upper.grad)
     assert relative_error(*found) < 1e-12
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_capturable(kind: Any):
+    """It counts its steps on the device."""
+    found = []
+    for options in ({}, {"capturable": True}):
+        problem = Problem("MLP", "Adam")
+        problem.model.cuda()
+        problem.x, problem.y = problem.x.cuda(), problem.y.cuda()
+        problem.validation = tuple(t.cuda() for t in problem.validation)
+        problem.upper = problem.upper.detach().cuda().requires_grad_()
+        problem.optimizer = kind(problem.model.parameters(), lr=0.01, **options)
+        problem.warm_up()
+        problem.loop(3).step(problem.batches(3), problem.validation)
+        found.append(problem.upper.grad)
+    assert relative_error(*found) < 1e-12
+
+
+class Attentive(nn.Module):
+    """Attends to three numbers, in the backward pass once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(1, 6), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.embed(x[:, None, :, None]).chunk(3, -1)
+        attend = F.scaled_dot_product_attention
+        return self.head(checkpoint(attend, q, k, v, use_reentrant=False).mean((1, 2)))
+
+
+def test_attention_in_a_checkpoint():
+    """Differences may use torch's fused kernel, autograd that of matrix products alone."""
+    found = []
+    for options, _ in PRODUCTS.values():
+        problem = Problem("MLP", "Adam")
+        problem.model = seeded(0, Attentive)
+        problem.optimizer = torch.optim.Adam(problem.model.parameters(), lr=0.01)
+        x = torch.linspace(-1, 2, 27, dtype=torch.float64).view(9, 3).sin()
+        problem.x, problem.validation = x, (x[5:], problem.y[5:])
+        problem.loop(3, **options).step(problem.batches(3), problem.validation)
+        found.append(problem.upper.grad)
+    assert relative_error(*found) < APART
 
 
 # --------------------------------------------------------------------- where autograd cannot follow

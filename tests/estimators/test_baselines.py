@@ -18,6 +18,7 @@ from problems import Setup, conv_net, logistic_regression, mlp, quadratic, relat
 LAM, LR, STEPS = 2.0, 0.1, 4
 GD = mn.GradientDescent(lr=LR, steps=STEPS)
 ENGINES = pytest.mark.parametrize("engine", ["stacked", "inplace"])
+WITH_OR_WITHOUT_TERM = pytest.mark.parametrize("lam", [LAM, 0.0])
 MODELS = pytest.mark.parametrize("make", [mlp, conv_net], ids=["MLP", "conv net with BatchNorm"])
 
 Parameters = dict[str, Tensor]
@@ -45,12 +46,12 @@ def gradient_at(setup: Setup, phi: Parameters, batch) -> Parameters:
     return dict(zip(leaves, gradients, strict=True))
 
 
-def adapted(setup: Setup, theta: Parameters, batch) -> Parameters:
+def adapted(setup: Setup, theta: Parameters, batch, lam: float = LAM) -> Parameters:
     """φ_K by gradient descent."""
     phi = theta
     for _ in range(STEPS):
         g = gradient_at(setup, phi, batch)
-        phi = {n: phi[n] - LR * (g[n] + LAM * (phi[n] - theta[n])) for n in phi}
+        phi = {n: phi[n] - LR * (g[n] + lam * (phi[n] - theta[n])) for n in phi}
     return phi
 
 
@@ -60,16 +61,18 @@ def mean(rows: list[Parameters]) -> Parameters:
 
 @MODELS
 @ENGINES
-def test_fomaml_is_the_query_gradient_at_the_adapted_parameters(make, engine):
+@WITH_OR_WITHOUT_TERM
+def test_fomaml_is_the_query_gradient_at_the_adapted_parameters(lam, make, engine):
     setup = make()
     theta = parameters(setup)
     expected = mean(
         [
-            gradient_at(setup, adapted(setup, theta, task.support), task.query)
+            gradient_at(setup, adapted(setup, theta, task.support, lam), task.query)
             for task in setup.tasks
         ]
     )
-    assert relative_error(meta_gradient(setup, mn.FOMAML(), engine=engine), expected) < 1e-12
+    found = meta_gradient(setup, mn.FOMAML(), lam=lam, engine=engine)
+    assert relative_error(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -86,13 +89,15 @@ def test_fomaml_is_the_query_gradient_at_the_adapted_parameters(make, engine):
     ids=["GD", "SGD of torch", "own scale"],
 )
 @ENGINES
-def test_reptile_is_the_scaled_way_back(estimator, solver, factor, engine):
+@WITH_OR_WITHOUT_TERM
+def test_reptile_is_the_scaled_way_back(lam, estimator, solver, factor, engine):
     """(θ − φ_K)/(Kα), paper, eq. 5."""
     setup = mlp()
     theta = parameters(setup)
-    phis = mean([adapted(setup, theta, task.support) for task in setup.tasks])
+    phis = mean([adapted(setup, theta, task.support, lam) for task in setup.tasks])
     expected = {n: factor * (theta[n] - phis[n]) for n in theta}
-    assert relative_error(meta_gradient(setup, estimator, solver, engine=engine), expected) < 1e-12
+    found = meta_gradient(setup, estimator, solver, lam=lam, engine=engine)
+    assert relative_error(found, expected) < 1e-12
 
 
 def test_reptile_of_one_step_is_the_support_gradient():

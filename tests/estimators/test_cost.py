@@ -65,6 +65,7 @@ COSTS = [  # estimator, support gradients, query gradients
     (FOBMAML(nu=0.1, nudge="gradient", stencil="five-point"), 5 * K, 1),
     (FOBMAML(nu=0.1, start="solution"), 3 * K, 2 * K),
     (FOBMAML(nu=0.1, start="shifted"), 3 * K, 2 * K + 1),
+    (mn.MAML(products="difference", epsilon=1e-4), 3 * K, 1),
 ]
 
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import conformance
 import metanudge as mn
 from metanudge.engines.randomness import minibatch
-from problems import Setup, conv_net, mlp, relative_error
+from problems import Setup, conv_net, mlp, relative_error, transformer
 from walks import (
     LAM,
     LR,
@@ -236,6 +237,31 @@ def test_shared_layers(estimator: mn.MAML, tolerance: float, model: str, solver:
         setup, mn.FOMAML(), SOLVERS[solver](steps), engine, lam=2.0, adapt=adapting
     )
     assert relative_error(first_order, expected) > 1e-2
+
+
+class Checkpointed(nn.Module):
+    """A Transformer whose attention runs again in the backward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = model.encoder, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.encoder, x, use_reentrant=False).mean(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"adapt": ["head.*"]}], ids=["all adapt", "shared layers"])
+def test_attention_in_a_checkpoint(options: dict[str, Any]):
+    """It is recomputed with the kernel that it was computed with, which torch checks."""
+    plain = transformer(tasks=2)
+    kept = plain._replace(model=Checkpointed(plain.model))
+    solver = mn.GradientDescent(lr=LR, steps=3)
+    for estimator, tolerance in PRODUCTS.values():
+        found, expected = (
+            reversed_gradient(setup, estimator, solver, "inplace", lam=2.0, **options)[0]
+            for setup in (kept, plain)
+        )
+        assert relative_error(found, expected) < tolerance
 
 
 # -------------------------------------------------------------------- randomness, cost, bad numbers

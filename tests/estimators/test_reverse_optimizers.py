@@ -138,6 +138,25 @@ def test_the_steps_are_those_of_torch(name: str):
         assert stats.residual == pytest.approx(adapted[0].residual, rel=1e-13)
 
 
+@pytest.mark.parametrize("variant", ["foreach", "fused"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_variants_are_walked_back_alike(name: str, variant: str):
+    """torch's own takes the steps of FO-MAML; rounding."""
+    setup, (kind, given) = mlp(tasks=2), OPTIMIZERS[name]
+    solver = mn.TorchOptimizer(kind, steps=4, options={**given, variant: True})
+    torchs, ours = (
+        reversed_gradient(setup, estimator, solver, "inplace", lam=2.0)[0]
+        for estimator in (mn.FOMAML(), mn.MAML(truncate=0))
+    )
+    assert relative_error(torchs, ours) < 1e-12
+    estimator = mn.MAML(products="autograd")
+    whole, plain = (
+        reversed_gradient(setup, estimator, each, "inplace", lam=2.0)[0]
+        for each in (solver, solver_of(name, 4))
+    )
+    assert relative_error(whole, plain) < 1e-12
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("keep", ["host", "recompute"])
 def test_a_trajectory_with_the_optimizers_state(keep: Any, name: str):

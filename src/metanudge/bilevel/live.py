@@ -268,16 +268,17 @@ class Steps:
     def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
         """By a double backward of one step; see `metanudge.engines.Inner`."""
         lower = self.problem
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention kernels have no second derivatives
+        # The fused attention kernels have no second derivatives; checkpoints attend again below.
+        with sdpa_kernel(SDPBackend.MATH):
             loss = self._again(step, d)
-        refuse_once_differentiable(loss, lower.parameters.values())
-        g = gradients(loss, lower.parameters, create_graph=True)
-        self.cost.support_gradients += 1
-        self.cost.hessian_products += 1
-        # of a loss that is linear in the parameters nothing is left
-        product = sum((t * v[n][0]).sum() for n, t in g.items() if t is not None)
-        assert isinstance(product, Tensor)
-        return self._rows(second_gradients(product, lower.parameters | lower.shared))
+            refuse_once_differentiable(loss, lower.parameters.values())
+            g = gradients(loss, lower.parameters, create_graph=True)
+            self.cost.support_gradients += 1
+            self.cost.hessian_products += 1
+            # of a loss that is linear in the parameters nothing is left
+            product = sum((t * v[n][0]).sum() for n, t in g.items() if t is not None)
+            assert isinstance(product, Tensor)
+            return self._rows(second_gradients(product, lower.parameters | lower.shared))
 
     def support_difference(
         self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None

@@ -222,9 +222,8 @@ class InplaceInner(Inner):
             return super().support_hvp(d, v, step, batch_size)
         refuse_products(self.problem)
         self._write(d)
-        with self._guard.sharing():
-            with sdpa_kernel(SDPBackend.MATH):
-                loss = self._loss(self._support(step, batch_size), step, "support")
+        with self._guard.sharing(), sdpa_kernel(SDPBackend.MATH):
+            loss = self._loss(self._support(step, batch_size), step, "support")
             self._bend(loss, v)
         self.cost.support_gradients += 1
         self.cost.hessian_products += 1
@@ -277,14 +276,14 @@ class InplaceInner(Inner):
         """Losses, gradient and Hessian-vector product by double backward."""
         refuse_products(self.problem)
         self._write(d)
-        with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels have no second derivatives
+        with sdpa_kernel(SDPBackend.MATH):  # fused ones have one derivative; checkpoints run below
             total = self._loss(self._support(step, batch_size), step, "support")
             if offsets is not None:
                 total = total + offsets[0] * self._loss(self._task.query, step, "query")
+            g = self._bend(total, v)
         self.cost.support_gradients += 1
         self.cost.query_gradients += 0 if offsets is None else 1
         self.cost.hessian_products += 1
-        g = self._bend(total, v)
         self._guard.restore_buffers()
         first = {n: row(leaf) for n, leaf in zip(self.problem.parameters, g, strict=True)}
         return total.detach().reshape(1), first, self._collect()
