@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.nn.functional import cross_entropy, mse_loss
 
 import metanudge as mn
 
@@ -29,6 +33,47 @@ def median_seconds(work: Callable[[], object], repeats: int) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
+
+
+def own_data(device: str) -> dict[str, tuple[Any, torch.nn.Module, int, mn.FOBMAML]]:
+    """Sources as people have them, at the command line's defaults: texts, any number of ways, given
+    tasks.
+    """
+    words = ["".join(random.Random(i).choices("abcdefgh", k=5)) for i in range(60)]
+    table = [
+        {"text": " ".join([words[c], *random.Random(c * 50 + i).choices(words, k=8)]), "label": c}
+        for c in range(40)
+        for i in range(50)
+    ]
+    sizes = {"ways": 5, "shots": 5, "queries": 15, "device": device}
+    encoded = mn.tasks.EncodedText.from_table(table, **sizes)
+    any_ways = mn.tasks.EncodedText.from_table(table, **{**sizes, "ways": (3, 5)}).with_support()
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.normal(size=(100, 18, 6))).float()
+    y = x @ torch.from_numpy(rng.normal(size=(100, 6, 1))).float()
+    tasks = [mn.Task((a[:9], b[:9]), (a[9:], b[9:])) for a, b in zip(x, y, strict=True)]
+    wide = encoded.input_shape[0]
+    return {
+        "texts as n-grams, 16 tasks": (encoded, mn.models.FeatureNet(wide), 16, mn.FOBMAML()),
+        "the same, 3 to 5 ways": (
+            any_ways,
+            mn.models.Prototypes(mn.models.FeatureNet(wide)),
+            16,
+            mn.FOBMAML(),
+        ),
+        "texts as bytes, 16 tasks": (
+            mn.tasks.Text.from_table(table, **sizes),
+            mn.models.TextNet(),
+            16,
+            mn.FOBMAML(nudge="gradient"),
+        ),
+        "given tasks, 16 a step": (
+            mn.tasks.Given(tasks, device=device),
+            mn.models.TableNet(6, 1),
+            16,
+            mn.FOBMAML(),
+        ),
+    }
 
 
 def main() -> None:
@@ -47,6 +92,7 @@ def main() -> None:
             mn.FOBMAML(),
         )
     }
+    cases |= own_data(device)
     try:
         omniglot = mn.tasks.Omniglot(seed=0, device=device, download=False)
     except FileNotFoundError as error:
@@ -63,9 +109,9 @@ def main() -> None:
     )
     rows = []
     for case, (source, model, size, estimator) in cases.items():
-        learner = mn.MetaLearner(
-            model.to(device), torch.nn.functional.cross_entropy, estimator=estimator
-        )
+        loss = mse_loss if source.kind == "regression" else cross_entropy
+        solver = mn.GradientDescent(lr=0.003 if source.kind == "regression" else 0.1, steps=5)
+        learner = mn.MetaLearner(model.to(device), loss, solver=solver, estimator=estimator)
         batches = source.batches(size=size, count=None)
         tasks = next(batches)
         drawing = median_seconds(lambda: next(batches), 50)  # noqa: B023 (called at once)

@@ -149,6 +149,44 @@ class MLP(nn.Sequential):
         super().__init__(_parts(nn.Sequential(*layers), nn.Linear(widths[-1], out_features)))
 
 
+class TableNet(nn.Module):
+    """A network for rows of a table: a linear map and a hidden layer side by side, added up, then a
+    linear layer.
+
+    What depends on the inputs linearly, as much in tables does, needs no hidden unit.
+
+    Args:
+        in_features: numbers per example, standardised.
+        out_features: number of outputs.
+        width: of the hidden layer and of the features.
+        activation: a name in `ACTIVATIONS`.
+
+    Example:
+        >>> TableNet(6, 1)(torch.zeros(10, 6)).shape
+        torch.Size([10, 1])
+    """
+
+    def __init__(
+        self,
+        in_features: int = 1,
+        out_features: int = 1,
+        *,
+        width: int = 40,
+        activation: str = "relu",
+    ) -> None:
+        super().__init__()
+        make = ACTIVATIONS[_known(activation, ACTIVATIONS, "activation")]
+        self.linear = nn.Linear(in_features, width)
+        self.hidden = nn.Sequential(nn.Linear(in_features, width), make(), nn.Linear(width, width))
+        self.head = nn.Linear(width, out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs: `(n, in_features)` → `(n, out_features)`."""
+        x = x.flatten(1)
+        outputs: Tensor = self.head(self.linear(x) + self.hidden(x))
+        return outputs
+
+
 class TransformerBlock(nn.Module):
     """One standard Transformer block (Vaswani et al. 2017) on a sequence of vectors, then a linear
     layer on the mean.
@@ -298,6 +336,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "conv4": Conv4,
     "features": FeatureNet,
     "mlp": MLP,
+    "table": TableNet,
     "text": TextNet,
     "transformer": TransformerBlock,
 }

@@ -15,6 +15,7 @@ import torch
 from metanudge.baselines import Baselines
 from metanudge.cli import main
 from metanudge.tasks import Labelled
+from metanudge.tasks.ngrams import ngrams
 from metanudge.training import runs
 from metanudge.training.config import TrainConfig
 from metanudge.training.files import SEAL
@@ -63,9 +64,35 @@ def test_clinc150(tmp_path: Path) -> None:
     assert len({intent for _, intent in pairs}) == 150
 
 
-def test_bytes_from_training_to_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_without_an_encoder_words_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     data, run = write_csv(tmp_path / "a.csv", rows()), tmp_path / "run"
     assert train(data, run) == 0
+    assert "1024 numbers (ngrams)" in capsys.readouterr().out
+    config = json.loads((run / "config.json").read_text())
+    named = {"model": "features", "tokenizer": None, "encoder": "ngrams"}
+    assert {name: config[name] for name in named} == named
+    assert "standardise=false" in config["data_options"].lower()
+    assert main(["eval", str(run), "--tasks=4"]) == 0
+    assert main(["train", f"--resume={run}", "--iterations=3"]) == 0
+    again = ["--config", str(run / "config.json"), f"--out={tmp_path / 'b'}"]
+    assert main(["train", *again]) == 0, "a file that names n-grams needs no trust"
+    loaded = runs.load(run)
+    table = [row for row in rows() if row["intent"] in ("intent03", "intent07")]
+    x = torch.from_numpy(ngrams([row["text"] for row in table]))
+    few = [0, 1, 8, 9]
+    model = loaded.learner.adapt((x[few], torch.tensor([0, 0, 1, 1]))).eval()
+    with torch.no_grad():
+        chances = model(x).double().softmax(1)
+    found = adapted(run, tmp_path)
+    wanted = [float(row["intent07"]) for row in found]
+    assert torch.allclose(chances[:, 1], torch.tensor(wanted).double(), atol=1e-5)
+    right = [row["label"] == own["intent"] for row, own in zip(found, table, strict=True)]
+    assert all(right), "two words tell the class"
+
+
+def test_bytes_from_training_to_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    data, run = write_csv(tmp_path / "a.csv", rows()), tmp_path / "run"
+    assert train(data, run, "--tokenizer=bytes") == 0
     said = capsys.readouterr().out
     assert "texts of up to 15 tokens (bytes tokens)" in said
     assert "logistic regression" in said

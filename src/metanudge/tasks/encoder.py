@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metanudge.tasks.cache import cache_folder, load_arrays, save_arrays
+from metanudge.tasks.ngrams import NGRAMS, ngrams
 from metanudge.tasks.tokenizers import PretrainedTokenizer, check_name
 
 _AT_ONCE = 128  # texts
 _LONGEST = 512
+_CHARACTERS = 10_000  # of a text whose n-grams are counted
 _READ = (".json", ".txt", ".model", ".safetensors")  # what an encoder's folder is known by
 
 
@@ -28,10 +30,10 @@ class Encoded:
     """Features of texts.
 
     Attributes:
-        features: `(texts, width)`, each of length 1.
+        features: `(texts, width)`, each of length 1; n-grams of mean square 1.
         encoder: its folder, or its name.
         sha256: of its files; empty for a name.
-        max_length: tokens that were kept of a text.
+        max_length: tokens that were kept of a text; for n-grams characters.
         cut: how many texts were longer.
     """
 
@@ -49,10 +51,15 @@ def encode(
 
     Args:
         texts: any number.
-        encoder: the folder of a model in safetensors with its tokenizer, or a name.
-        max_length: tokens that are kept of a text; None for as many as the encoder takes.
+        encoder: the folder of a model in safetensors with its tokenizer, or a name; or "ngrams".
+        max_length: tokens that are kept of a text (n-grams: characters); None for as many as the
+            encoder takes.
         fetch: a name may be fetched from the Hugging Face hub; never from a folder.
     """
+    if encoder == NGRAMS:
+        limit = max_length or _CHARACTERS
+        cut = sum(len(text) > limit for text in texts)
+        return Encoded(ngrams([text[:limit] for text in texts]), NGRAMS, "", limit, cut)
     folder = Path(encoder).expanduser()
     name = str(folder.resolve()) if folder.is_dir() else encoder
     sha256 = _fingerprint(folder) if folder.is_dir() else ""

@@ -22,6 +22,7 @@ from metanudge.tasks.draws import Keys
 from metanudge.tasks.encoder import encode
 from metanudge.tasks.episodes import Sizes, Split, Stream
 from metanudge.tasks.labelled import Labelled, class_pools
+from metanudge.tasks.ngrams import NGRAMS
 from metanudge.tasks.read_texts import read_texts
 from metanudge.tasks.standardise import Standardisation
 from metanudge.tasks.tokenizers import Tokenizer, find_tokenizer
@@ -34,11 +35,12 @@ class TextForm:
     """How a text becomes an input.
 
     Attributes:
-        max_length: tokens that are kept of a text.
+        max_length: tokens that are kept of a text; characters, where n-grams are counted.
         tokenizer: "bytes", a folder or a name; empty where an encoder has its own.
         vocabulary: token numbers that there are.
         pad: the token number that fills up.
-        encoder: the folder or name of a frozen encoder whose features are the inputs, if any.
+        encoder: the folder or name of a frozen encoder whose features are the inputs, if any, or
+            "ngrams".
         encoder_sha256: of the encoder's files.
     """
 
@@ -217,8 +219,8 @@ class Text(ClassEpisodes):
 
 
 class EncodedText(Labelled):
-    """Few-shot tasks on features of texts that a frozen encoder computed, once; standardised over
-    the training classes. Made by `from_table`.
+    """Few-shot tasks on features of texts: those that a frozen encoder computed, once, or counts of
+    words and of runs of letters. Made by `from_table`.
 
     Attributes:
         form: how a text becomes an input.
@@ -233,13 +235,13 @@ class EncodedText(Labelled):
         cls,
         table: str | os.PathLike[str] | Any,
         *,
-        encoder: str,
+        encoder: str = NGRAMS,
         text: str = "text",
         label: str = "label",
         max_length: int | None = None,
         fetch: bool = False,
         delimiter: str | None = None,
-        standardise: bool | Standardisation = True,
+        standardise: bool | Standardisation | None = None,
         splits: Splits = FRACTIONS,
         split_seed: int = 0,
         drop_small: bool = False,
@@ -251,11 +253,14 @@ class EncodedText(Labelled):
             table: the file or table.
             encoder: the folder (or name) of a model of transformers in safetensors with its
                 tokenizer. A text's features are the mean of its last hidden states, of length 1.
+                "ngrams" needs no model: see `metanudge.tasks.ngrams`.
             text, label, delimiter: as in `Text.from_table`.
-            max_length: tokens that are kept of a text; None for as many as the encoder takes.
+            max_length: tokens (n-grams: characters) that are kept of a text; None for as many as
+                the encoder takes.
             fetch: an encoder that is no folder may be fetched from the Hugging Face hub.
-            standardise: see `Labelled`; features of length 1 are far too small for usual inner
-                learning rates.
+            standardise: see `Labelled`. None: an encoder's features are, since of length 1 they
+                are far too small for usual inner learning rates; n-grams are not, since rare ones
+                would drown the others.
             splits, split_seed, drop_small, sizes: see `Labelled`.
         """
         read = read_texts(table, text=text, label=label, delimiter=delimiter)
@@ -264,7 +269,7 @@ class EncodedText(Labelled):
         source = cls(
             found.features,
             read.labels,
-            standardise=standardise,
+            standardise=encoder != NGRAMS if standardise is None else standardise,
             splits=splits,
             split_seed=split_seed,
             drop_small=drop_small,
@@ -273,11 +278,15 @@ class EncodedText(Labelled):
         source._fingerprint = read.fingerprint
         source.texts = read.texts
         source.form = TextForm(found.max_length, encoder=found.encoder, encoder_sha256=found.sha256)
-        notes = [f"features of {os.path.basename(found.encoder)}"]
+        ours = encoder == NGRAMS
+        notes = [NGRAMS if ours else f"features of {os.path.basename(found.encoder)}"]
         if source.standardisation is not None:
             notes.append("standardised over the training classes")
         if found.cut:
-            notes.append(f"{found.cut} of {len(read.texts)} texts are cut to {found.max_length}")
+            what = " characters" if ours else ""
+            notes.append(
+                f"{found.cut} of {len(read.texts)} texts are cut to {found.max_length}{what}"
+            )
         source.note = "; ".join(notes)
         return source
 

@@ -107,10 +107,15 @@ class TrainConfig:
     """Texts: the column with the class. None: label."""
 
     tokenizer: str | None = None
-    """Texts: bytes, or the folder or name of a tokenizer. None: that of --model hf:…, or bytes."""
+    """Texts: bytes, or the folder or name of a tokenizer. None: that of --model hf:…, or bytes; the
+    models auto, features and mlp need none.
+    """
 
     encoder: str | None = None
-    """Texts: folder or name of a frozen encoder; its features, computed once, are the inputs."""
+    """Texts: folder or name of a frozen encoder; its features, computed once, are the inputs.
+    ngrams: counts of words and of runs of letters, which need no encoder; the default where no
+    --tokenizer is named and the model reads no tokens.
+    """
 
     augment: str = "none"
     """Change the support sets of training tasks: flip, shift=PIXELS, noise=STD with commas, or your
@@ -121,7 +126,7 @@ class TrainConfig:
     """Change their query sets, too."""
 
     model: str = "auto"
-    """auto, conv1d, conv4, mlp, text or transformer with options (conv4:channels=32), a text
+    """auto, conv1d, conv4, mlp, table, text or transformer with options (conv4:channels=32), a text
     classifier as hf:FOLDER or hf:NAME, or your own as module:attribute.
     """
 

@@ -26,6 +26,7 @@ from metanudge.objective import Objective
 from metanudge.solvers import GradientDescent, Solver
 from metanudge.task import describe
 from metanudge.tasks import Episodes
+from metanudge.tasks.ngrams import NGRAMS
 from metanudge.training import continuing, sources, specs
 from metanudge.training.config import TrainConfig
 from metanudge.training.continuing import Plan
@@ -122,7 +123,7 @@ def read_data(
     group, note = around.group, around.note
     device = device_called(config.device)
     check_sinks(config.sinks)
-    if config.encoder is not None:
+    if config.encoder is not None and config.encoder != NGRAMS:
         note(f"features of {Path(config.encoder).name}: computed once, then read from the cache")
     remembered = (
         DataShapes.from_dict(plan.checkpoint.state["shapes"])

@@ -368,6 +368,8 @@ def _suitable(shapes: Shapes) -> str:
         return "text" if form.vocabulary else "features"
     if len(shape) == 3 and min(shape[1:]) >= 16:
         return "conv4"
+    if shapes.kind == "regression" and len(shape) == 1 and getattr(shapes, "targets", ()):
+        return "table"
     if shape == (40,) and shapes.kind == "classification":
         return "conv1d"
     return "mlp"

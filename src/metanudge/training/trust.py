@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
+from metanudge.tasks.ngrams import NGRAMS
 from metanudge.training.config import TrainConfig, flag, own_code
 from metanudge.training.errors import UserError
 
@@ -45,7 +46,7 @@ def check_trust(config: TrainConfig, file: Path, *, but: Collection[str] = ()) -
             )
     for setting in FETCHED:
         name = None if setting in but else getattr(config, setting)
-        if name is not None and name != "bytes" and not Path(name).is_dir():
+        if name not in (None, "bytes", NGRAMS) and not Path(name).is_dir():
             raise UserError(
                 f"{file} names {name}, which is no folder here and might be fetched. Where you"
                 " trust the file, add --trust (in Python: trust=True)."
