@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +51,16 @@ def test_counting_changes_nothing():
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_counting_keeps_nothing_alive():
+    counted, one = problem(), task(5, 10)
+    inputs = one.support[0]
+    bytes_per_row(counted, one)
+    alive = [weakref.ref(t) for t in (inputs, *counted.parameters.values())]
+    del counted, one, inputs
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
 
 
 @pytest.mark.parametrize(

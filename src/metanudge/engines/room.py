@@ -57,7 +57,7 @@ def _kept_by(problem: Problem, batch: Batch) -> int:
         place = tensor.untyped_storage().data_ptr()
         if place not in known:
             kept[place] = max(kept.get(place, 0), tensor.numel() * tensor.element_size())
-        return tensor
+        return tensor.detach()
 
     buffers = {f"model.{n}": b.clone() for n, b in problem.objective.model.named_buffers()}
     watch = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
@@ -68,4 +68,7 @@ def _kept_by(problem: Problem, batch: Batch) -> int:
         watch,
     ):
         functional_call(problem.objective, buffers, (batch,))
+    # The graph keeps the hook and what it gave: with the graph's own tensors among them nothing of
+    # it would ever be freed.
+    alive.clear()
     return sum(kept.values())
