@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -57,8 +57,8 @@ class Classifier:
 
     model: nn.Module
     classes: tuple[str, ...]
-    preprocessing: Preprocessing
-    support: Batch
+    preprocessing: Preprocessing = field(repr=False)
+    support: Batch = field(repr=False)
     counts: tuple[int, ...]
 
     @property

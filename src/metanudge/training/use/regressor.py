@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -65,8 +65,8 @@ class Regressor:
 
     model: nn.Module
     targets: tuple[str, ...]
-    preprocessing: Preprocessing
-    support: Tensor
+    preprocessing: Preprocessing = field(repr=False)
+    support: Tensor = field(repr=False)
 
     def predict(self, path: str | os.PathLike[str]) -> list[Estimate]:
         """Predictions for the rows of a table, in their order."""
