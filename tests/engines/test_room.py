@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -53,14 +54,23 @@ def test_counting_changes_nothing():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_counting_keeps_nothing_alive():
-    counted, one = problem(), task(5, 10)
-    inputs = one.support[0]
-    bytes_per_row(counted, one)
-    alive = [weakref.ref(t) for t in (inputs, *counted.parameters.values())]
-    del counted, one, inputs
-    gc.collect()
-    assert not any(ref() is not None for ref in alive)
+def test_what_was_counted_is_freed():
+    """Also of functions that keep their own result, and where the model fails half way."""
+
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("broken")
+
+    ends = nn.Sequential(nn.Linear(8, 1)), Broken()
+    for end in ends:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Softmax(-1), end)
+        one = task(5, 10)
+        kept = [weakref.ref(t) for t in (one.support[0], one.query[0], model[0].weight)]
+        with suppress(RuntimeError):
+            bytes_per_row(Problem(Objective(model, LOSS), 2.0), one)
+        del model, one, end
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None, None]
 
 
 @pytest.mark.parametrize(
