@@ -19,7 +19,7 @@ from metanudge_lab.experiments.base import FinishedCell, Result
 from metanudge_lab.experiments.intents import Config, cells, measure
 from metanudge_lab.experiments.intents_baselines import CENTROID, LOGISTIC, accuracies
 from metanudge_lab.experiments.intents_learners import METHODS, PROTOTYPES, build_on_features
-from metanudge_lab.experiments.intents_verdict import FROZEN, LORA, judge
+from metanudge_lab.experiments.intents_verdict import FROZEN, LORA, enough, judge
 
 CPU = torch.device("cpu")
 SIZES = tasks.Sizes(5, 1, 3)
@@ -140,3 +140,10 @@ def test_the_learner_is_chosen_on_validation_classes() -> None:
     # another choice in one fold: gains 2, 3, 20, whose mean is below 4.303 · 10.1/√3
     mixed = judge(_result([0.82, 0.83, 0.84], [0.5, 0.5, 0.3], 0.8))
     assert not mixed.parts[0].holds
+
+
+def test_adapters_may_be_open() -> None:
+    frozen = [FinishedCell(one, [], 0.0, 0) for one in cells(Config()) if one["part"] == FROZEN]
+    assert len(frozen) < len(cells(Config()))
+    assert enough(Result("intents", "full", Config(), frozen))
+    assert not enough(Result("intents", "full", Config(), frozen[1:]))

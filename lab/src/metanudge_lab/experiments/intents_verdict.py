@@ -86,15 +86,18 @@ def draw(result: Result[Any]) -> list[Drawing]:
     )
     for panel in axes.flat[len(shown) :]:
         panel.set_visible(False)
-    ends = []
-    for panel, setting in zip(axes.flat, shown, strict=False):
+    ends, known = [], list[str]()
+    for number, (panel, setting) in enumerate(zip(axes.flat, shown, strict=False)):
         found = {name: one for name, (_, one) in gains(result, setting).items() if one is not None}
         found.pop(LOGISTIC, None)
         for place, one in enumerate(found.values()):
             panel.errorbar(one.mean, -place, xerr=one.half, fmt="o", markersize=4, color=style.INK)
         panel.axvline(0.0, color=style.INK, linewidth=0.8)
-        panel.set_yticks([-k for k in range(len(found))], list(found))
-        panel.set_title(f"{setting.part}: {setting.title}", fontsize=8)
+        at_left = number % columns == 0
+        names = [] if list(found) == known and not at_left else list(found)
+        known = list(found)
+        panel.set_yticks([-k for k in range(len(found))], names or [""] * len(found))
+        panel.set_title(f"{setting.part}\n{setting.title}", fontsize=8)
         panel.set_xlabel("points ahead of logistic regression", fontsize=8)
         panel.tick_params(labelsize=7)
         if CHOSEN in found:
@@ -113,6 +116,11 @@ def table(result: Result[Any]) -> ResultTable:
             rows.append((setting.part, setting.title, name, known, ahead))
     header = ("part", "tasks", "method", "accuracy, %", "ahead of logistic regression, points")
     return ResultTable(header, rows)
+
+
+def enough(result: Result[Any]) -> bool:
+    """Whether all was measured on frozen features; adapters may be open."""
+    return not any(cell["part"] == FROZEN for cell in result.missing)
 
 
 def judge(result: Result[Any]) -> Verdict:
