@@ -368,7 +368,7 @@ def _suitable(shapes: Shapes) -> str:
         return "text" if form.vocabulary else "features"
     if len(shape) == 3 and min(shape[1:]) >= 16:
         return "conv4"
-    if shapes.kind == "regression" and len(shape) == 1 and getattr(shapes, "targets", ()):
+    if shapes.kind == "regression" and len(shape) == 1 and getattr(shapes, "targets", None):
         return "table"
     if shape == (40,) and shapes.kind == "classification":
         return "conv1d"
