@@ -37,7 +37,7 @@ def make_up(path: Path) -> Path:
 table = sys.argv[2] if len(sys.argv) > 2 else make_up(Path(tempfile.mkdtemp(), "schools.csv"))
 source = mn.tasks.Given.from_table(table, task_column="school", target="score", support=6)
 torch.manual_seed(0)
-model, solver = mn.models.MLP(*source.input_shape, 1), mn.GradientDescent(lr=0.007, steps=10)
+model, solver = mn.models.TableNet(*source.input_shape, 1), mn.GradientDescent(lr="auto", steps=10)
 learner = mn.MetaLearner(model, mse_loss, solver=solver)
 optimizer = torch.optim.Adam(learner.parameters(), lr=0.01)
 for tasks in source.batches(size=16, count=META_STEPS):
