@@ -176,7 +176,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no such tokenizer folder": (["--tokenizer=./nowhere"], "no folder './nowhere'"),
     "folder without tokenizer": (["--tokenizer={empty}"], "no folder with a tokenizer"),
     "unknown text column": (["--text=words"], "no column 'words'"),
-    "unknown label column": (["--label=class"], "no column 'class'"),
+    "unknown label column": (["--label=class"], "(--text, --label)"),
     "text is label": (["--label=text"], "cannot be both text and label"),
     "more tokens than the tokenizer's model": (
         ["--tokenizer={words}", "--data-options=max_length=99"],
@@ -191,6 +191,9 @@ BAD: dict[str, tuple[list[str], str]] = {
     "hf on numbers": (["--model=hf:{bert}", "--encoder={bert}"], "Leave one of the two out"),
     "hf of nothing": (["--model=hf:", "--tokenizer=bytes"], "names no model"),
     "hf without weights": (["--model=hf:{words}"], "has no weights"),
+    "tokens of n-grams": (["--model=text", "--encoder=ngrams"], "cannot take the data"),
+    "nearly n-grams": (["--encoder=ngram"], "Did you mean 'ngrams'?"),
+    "no tokens": (["--data-options=max_length=0"], "max_length=0 is not a positive integer"),
     "encoder without weights": (["--encoder={words}"], "has no weights"),
     "encoder in pickle": (["--encoder={pickled}"], "a pickle that could run any code"),
     "encoder and tokenizer": (["--encoder={bert}", "--tokenizer=bytes"], "contradict each other"),

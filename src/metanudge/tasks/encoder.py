@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metanudge.tasks.cache import cache_folder, load_arrays, save_arrays
+from metanudge.tasks.counts import check_count
 from metanudge.tasks.ngrams import NGRAMS, ngrams
 from metanudge.tasks.tokenizers import PretrainedTokenizer, check_name
 
@@ -56,6 +58,8 @@ def encode(
             encoder takes.
         fetch: a name may be fetched from the Hugging Face hub; never from a folder.
     """
+    if max_length is not None:
+        check_count("max_length", max_length, why="A text needs at least one token.")
     if encoder == NGRAMS:
         limit = max_length or _CHARACTERS
         cut = sum(len(text) > limit for text in texts)
@@ -65,6 +69,8 @@ def encode(
     sha256 = _fingerprint(folder) if folder.is_dir() else ""
     if not sha256:
         check_name(encoder, "encoder")
+        if re.sub(r"[\s_-]", "", encoder).lower() in ("ngram", NGRAMS):
+            raise ValueError(f"There is no folder {encoder!r}. Did you mean {NGRAMS!r}?")
     key = hashlib.sha256(f"2\n{sha256 or name}\n{max_length}\n".encode())
     for text in texts:
         data = text.encode(errors="replace")

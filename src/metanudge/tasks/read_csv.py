@@ -219,7 +219,8 @@ def check_header(where: str, columns: Sequence[str], needed: Sequence[str]) -> N
             raise ValueError(
                 f"{where} has no column {name!r}.{near(name, columns)} Its columns are:"
                 f" {some(columns, 20) or 'none'}. Name the one with the label or target,"
-                " and with features=[...] the inputs."
+                " and with features=[...] the inputs; where they are texts, the columns text and"
+                " label (--text, --label)."
             )
 
 
