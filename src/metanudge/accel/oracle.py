@@ -6,15 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from metanudge.accel.flat import Flat
 from metanudge.accel.toolchain import triton_works
-from metanudge.engines.inner import Inner, NudgedOracle
-from metanudge.params import Params, norm
-from metanudge.problem import Nudge, TwoLevels
+from metanudge.engines.inner import Inner, NudgedOracle, Nudging
+from metanudge.params import Params, norm, wide
+from metanudge.problem import TwoLevels
 from metanudge.proximal import Diagonal
 
 AtTheta = Callable[[int, Tensor | None, int | None], tuple[Tensor, Params]]
@@ -30,17 +31,8 @@ class FlatOracle(NudgedOracle):
 
     force: Flat | None
 
-    def __init__(
-        self,
-        inner: Inner,
-        offsets: list[float],
-        nudge: Nudge | None,
-        force: Flat | None,
-        shift: Params | None,
-        *,
-        at_theta: AtTheta,
-    ) -> None:
-        super().__init__(inner, offsets, nudge, force, shift)
+    def __init__(self, inner: Inner, at_theta: AtTheta, **how: Unpack[Nudging]) -> None:
+        super().__init__(inner, **how)
         self._at_theta = at_theta
         self._start: Params | None = None  # the zeros handed out, until a gradient is asked for
 
@@ -105,6 +97,6 @@ def _lam_of_kernel(problem: TwoLevels) -> Tensor | None:
     """λ, where one kernel takes a whole step."""
     proximal = problem.proximal
     on_cuda = problem.device.type == "cuda" and triton_works()
-    if not on_cuda or set(problem.theta_dtypes.values()) != {torch.float32}:
+    if not on_cuda or {wide(p.dtype) for p in problem.parameters.values()} != {torch.float32}:
         return None
     return proximal.common if isinstance(proximal, Diagonal) else None

@@ -52,7 +52,7 @@ class Bilevel:
         self.shared, self.parameters = x.tensors, init.tensors
         self.proximal: Proximal = Absent(math.nan if strong_convexity is None else strong_convexity)
         self.smallest_lam = self.proximal.smallest_curvature
-        self.theta_dtypes = {n: wide(t.dtype) for n, t in self.parameters.items()}
+
         self.device = next(iter(self.parameters.values())).device
         self.draws = Draws(seed, self.device)
 

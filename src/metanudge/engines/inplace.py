@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metanudge.engines.descent import Descent, Forces, Listener, row, take_gradient
 from metanudge.engines.diagnosis import model_refuses
-from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
+from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle, Nudging
 from metanudge.engines.once import refuse_once_differentiable
 from metanudge.engines.packed import PackedParams, names_to_pack, pack, place, zeros
 from metanudge.engines.randomness import Draws, minibatch
@@ -35,7 +35,7 @@ from metanudge.engines.ranks import check_solver, check_tasks, refuse_products
 from metanudge.engines.undisturbed import Guard, claimed, restored, uninterrupted
 from metanudge.objective import LossError, check_seen, metrics_of_rows
 from metanudge.params import Params
-from metanudge.problem import Nudge, Problem
+from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import Solution, Solver
 from metanudge.spread import agreed
@@ -102,6 +102,7 @@ class InplaceInner(Inner):
         self._guard = guard
         self._listener = listener
         self._draws = draws
+        self.theta = guard.theta
         if problem.spread is not None:
             self.path = f"parameters spread over {problem.spread.ranks} ranks"
 
@@ -110,11 +111,6 @@ class InplaceInner(Inner):
         if self.problem.spread is not None:
             check_solver(solver)
         return super().solve(solver, **how)
-
-    @property
-    def nudges_at_once(self) -> int:
-        """One."""
-        return 1
 
     def data_gradient(
         self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
@@ -130,15 +126,14 @@ class InplaceInner(Inner):
             self.cost.query_gradients += 1
         return total.reshape(1), self._collect()
 
-    def oracle(
-        self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
-    ) -> NudgedOracle:
+    def oracle(self, **how: Unpack[Nudging]) -> NudgedOracle:
         """Without a shift of θ, oracles that descend without a whole gradient; the proximal term
         must act parameter by parameter.
         """
-        if shift is not None or not isinstance(self.problem.proximal, Diagonal):
-            return super().oracle(offsets, nudge, force, shift)
-        return InplaceOracle(self, offsets, nudge, force, None)
+        shifted = how.get("shift") is not None
+        if shifted or not isinstance(self.problem.proximal, Diagonal):
+            return super().oracle(**how)
+        return InplaceOracle(self, **how)
 
     def descend(
         self,
@@ -152,7 +147,7 @@ class InplaceInner(Inner):
         """One step of gradient descent; losses and norm of the gradient at the old d."""
         self._write(d)
         parts, waiting = 1 if offsets is None else 2, self._listener.waiting
-        descent = Descent(self.problem.parameters, self._guard.theta, d, lr, forces, parts=parts)
+        descent = Descent(self.problem.parameters, self.theta, d, lr, forces, parts=parts)
         if forces.pull is not None:  # a fourth copy, which d makes room for
             descent.pack(n for n in self._listener.names if self._guard.holds_still(n))
         with self._listener.handing_to(descent.take):
@@ -164,11 +159,6 @@ class InplaceInner(Inner):
                 self.cost.query_gradients += 1
                 descent.gather(waiting)
         return total.reshape(1), descent.finish()
-
-    @property
-    def theta(self) -> Params:
-        """θ."""
-        return self._guard.theta
 
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
         """∇f(θ + d)."""
@@ -288,13 +278,9 @@ class InplaceInner(Inner):
         first = {n: row(leaf) for n, leaf in zip(self.problem.parameters, g, strict=True)}
         return total.detach().reshape(1), first, self._collect()
 
-    def apart(self, row: int) -> Inner:
-        """A group of one is apart already."""
-        return self
-
     def _write(self, d: Params | None, along: Params | None = None, by: float = 0.0) -> None:
         """Put φ = θ + d into the module, or φ moved further along a direction."""
-        theta = self._guard.theta
+        theta = self.theta
         packed = d.packed if isinstance(d, PackedParams) else {}
         together: Params = {}  # one kernel for many; large ones are read and written once instead
         with torch.no_grad():

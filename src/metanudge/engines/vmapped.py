@@ -52,9 +52,9 @@ class StackedInner(Inner):
     ) -> None:
         super().__init__(problem, stack.places, cost)
         self._stack = stack
-        self._nudges_at_once = nudges_at_once
+        self.nudges_at_once = nudges_at_once
         self._draws = draws
-        self._theta = problem.theta
+        self.theta = problem.theta
         self._omega = {n: p.detach() for n, p in problem.shared.items()}
         model = problem.objective.model
         self._buffers = {f"model.{n}": b.detach() for n, b in model.named_buffers()}
@@ -63,11 +63,6 @@ class StackedInner(Inner):
         self._buffers_written = any(
             m.training and next(m.buffers(recurse=False), None) is not None for m in model.modules()
         )
-
-    @property
-    def nudges_at_once(self) -> int:
-        """As many as the chunk allows."""
-        return self._nudges_at_once
 
     def data_gradient(
         self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
@@ -81,11 +76,6 @@ class StackedInner(Inner):
         )
         return losses, g
 
-    @property
-    def theta(self) -> Params:
-        """θ."""
-        return self._theta
-
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
         """∇f(θ + d) for all rows."""
         rows = num_rows(d)
@@ -95,7 +85,7 @@ class StackedInner(Inner):
             omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
 
             def both(data: Data, d: Params) -> Tensor:
-                return self._loss(data, d, step, "query", self._theta | omega)[0]
+                return self._loss(data, d, step, "query", self.theta | omega)[0]
 
             losses = self._over_rows(both, rows, (leaves,), step, None)
             g = torch.autograd.grad(
@@ -118,7 +108,7 @@ class StackedInner(Inner):
         rows = num_rows(d)
         self._count(rows, offsets)
         omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
-        nudged = partial(self._nudged, step=0, theta=self._theta | omega)
+        nudged = partial(self._nudged, step=0, theta=self.theta | omega)
         losses = self._over_rows(
             nudged, rows, (d, offsets), 0, None, with_query=offsets is not None
         ).unflatten(0, (len(weights), -1))
@@ -209,7 +199,7 @@ class StackedInner(Inner):
         def row(data: Data, start: Params, chosen: list[Tensor]) -> Any:
             def outer(h: Params) -> Any:
                 force, mu = proximal.bind(
-                    {n: h[n] for n in self._theta}, {n: h[n] for n in proximal.learned}
+                    {n: h[n] for n in self.theta}, {n: h[n] for n in proximal.learned}
                 )
                 losses, residuals = [], []
 
@@ -266,9 +256,8 @@ class StackedInner(Inner):
 
     def apart(self, row: int) -> Inner:
         """One task of the group."""
-        return type(self)(
-            self.problem, self._stack[row : row + 1], self._nudges_at_once, self._draws, self.cost
-        )
+        one = self._stack[row : row + 1]
+        return type(self)(self.problem, one, self.nudges_at_once, self._draws, self.cost)
 
     def _loss(
         self,
@@ -282,7 +271,7 @@ class StackedInner(Inner):
         """What `Objective.forward` says of one row at θ + d, with the shared parameters as they are
         unless d moves them too.
         """
-        theta = self._theta | self._omega if theta is None else theta
+        theta = self.theta | self._omega if theta is None else theta
         phi = {f"model.{n}": theta[n] for n in self._omega if n not in d}
         phi |= {f"model.{n}": (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
         # Fresh copies: a module may write its buffers, and what it writes must not outlive this

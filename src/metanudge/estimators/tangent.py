@@ -62,7 +62,7 @@ def _follow(
     (∇²f̂ + λ)t + ∇p.
     """
     proximal, mu = inner.problem.proximal, inner.problem.smallest_lam
-    trace = Trace(NudgedOracle(inner, [0.0], None, None, None))
+    trace = Trace(NudgedOracle(inner))
     memory, tangent_memory = solver.memory(d), solver.memory(tangent)
     for step in range(solver.steps):
         pull = force if force is not None else inner.query_gradient(d, step)
