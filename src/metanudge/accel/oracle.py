@@ -52,9 +52,7 @@ class FlatOracle(NudgedOracle):
     def complete(self, g: Params, d: Params) -> None:
         """Add proximal term and linear nudge to the data's gradient, in place."""
         proximal = self.inner.problem.proximal
-        if not isinstance(g, Flat):
-            super().complete(g, d)
-            return
+        assert isinstance(g, Flat)
         if isinstance(d, Flat) and isinstance(proximal, Diagonal) and proximal.common is not None:
             g.matrix.addcmul_(d.matrix, proximal.common)
         else:
@@ -67,11 +65,8 @@ class FlatOracle(NudgedOracle):
     ) -> tuple[Tensor, Tensor]:
         """d ← d − lr ∇g(d), in place; data losses and ‖∇g‖ at the old d."""
         loss, g = self.data_gradient(d, step, batch_size)
-        if not isinstance(d, Flat) or not isinstance(g, Flat):
-            self.complete(g, d)
-            for name, leaf in d.items():
-                leaf.add_(g[name], alpha=-lr)
-            return loss, norm(g)
+        assert isinstance(d, Flat)
+        assert isinstance(g, Flat)
         lam = _lam_of_kernel(self.inner.problem) if self.shift is None else None
         if lam is not None:
             from metanudge.accel.step import step as descend
@@ -80,7 +75,7 @@ class FlatOracle(NudgedOracle):
             return loss, descend(d.matrix, g.matrix, lam, pull, self.pull_scale, lr)
         self.complete(g, d)
         d.matrix.add_(g.matrix, alpha=-lr)
-        return loss, torch.linalg.vector_norm(g.matrix, dim=1)
+        return loss, norm(g)
 
     @cached_property
     def pull(self) -> Flat | None:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from metanudge.params import Params, dot, flatten, per_row, tiled, unflatten, wide
 from metanudge.problem import Nudge, TwoLevels
+from metanudge.solvers import trajectory
 from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
 from metanudge.solvers.conjugate_gradient import LinearSolve
-from metanudge.solvers.rated import solve_rated
+from metanudge.solvers.rated import update_of
 from metanudge.spread import local
 
 T = TypeVar("T")
@@ -120,7 +121,7 @@ class Inner(ABC):
             solution = solver.solve(oracle, start)
         else:
             assert start is None
-            solution = solve_rated(solver, oracle, rates)
+            solution, _ = trajectory.solve(update_of(solver, oracle, rates), oracle, last=0)
         self.verify(solution, oracle.offsets)
         return solution
 
@@ -312,6 +313,10 @@ class NudgedOracle:
         """The displacement of θ itself."""
         return self.inner.zeros(self.rows)
 
+    def begin(self, start: Params | None) -> Params:
+        """Where those begin that descend."""
+        return self.zeros() if start is None else start
+
     def gradient(
         self, d: Params, step: int = 0, batch_size: int | None = None
     ) -> tuple[Tensor, Params]:
@@ -325,9 +330,7 @@ class NudgedOracle:
         return self.inner.data_gradient(self._place(d), self.nu, step, batch_size)
 
     def complete(self, g: Params, d: Params) -> None:
-        """Add proximal term and linear nudge to the data's gradient, or to some leaves of it, in
-        place.
-        """
+        """Add proximal term and linear nudge to the data's gradient, in place."""
         self.inner.problem.proximal.add_force(g, d, self.theta)
         if self.pull is not None:
             for name, leaf in g.items():

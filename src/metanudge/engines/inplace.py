@@ -371,7 +371,7 @@ class InplaceOracle(NudgedOracle):
         """With displacements of large 16-bit parameters in 24 bits."""
         parameters = self.inner.problem.parameters
         if not (names := names_to_pack(parameters)):
-            return self.zeros() if start is None else start
+            return super().begin(start)
         return zeros(parameters, names, rows=True) if start is None else pack(start, names)
 
     def descend(
