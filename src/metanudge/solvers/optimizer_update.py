@@ -108,11 +108,7 @@ class Adaptive(Rule):
     weight_decay: float
     decoupled: bool
     linear = False
-
-    @property
-    def remembers(self) -> int:
-        """The two moments."""
-        return 2
+    remembers = 2  # the two moments
 
     def move(
         self,
@@ -154,11 +150,7 @@ class Still(Rule):
 
     lr = 0.0
     linear = True
-
-    @property
-    def remembers(self) -> int:
-        """Nothing new."""
-        return 0
+    remembers = 0
 
     def move(
         self,
@@ -253,7 +245,7 @@ def pulled_through(
 
 def _rounding_of(g: Params) -> Tensor:
     """How large an entry of each row's gradient may be by rounding alone, `(rows,)`."""
-    largest = [leaf.abs().flatten(1).amax(1) for leaf in g.values() if leaf[0].numel()]
+    largest = [leaf.abs().reshape(len(leaf), -1).amax(1) for leaf in g.values() if leaf[0].numel()]
     none = next(iter(g.values())).new_zeros(num_rows(g))
     most = torch.stack([none, *largest]).amax(0)
     spread = present()
