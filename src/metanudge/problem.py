@@ -212,6 +212,16 @@ class Problem:
             )
         return self.proximal.lam
 
+    @property
+    def largest_lam(self) -> float | None:
+        """The largest λ, where there is one per parameter; waits for the device."""
+        known = self.proximal.lam.values() if isinstance(self.proximal, Diagonal) else ()
+        return max((float(leaf.max()) for leaf in known if leaf.numel()), default=None)
+
+    def buffers(self) -> Params:
+        """Copies of the model's buffers, as `functional_call` on an objective takes them."""
+        return {f"model.{n}": b.detach().clone() for n, b in self.objective.model.named_buffers()}
+
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero, in float32 at least."""
         meta = self.meta_parameters

@@ -219,7 +219,7 @@ class ChainGroup(StackedInner):
 
         with sdpa_kernel(SDPBackend.MATH):
             g, d, losses, residuals = explained(self.problem, self._stack, run)
-        return g, self._unrolled(d, torch.stack(losses), torch.stack(residuals), unrolled)
+        return g, self._unrolled(d, losses, residuals, unrolled)
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d for all rows."""

@@ -282,8 +282,7 @@ class BilevelInner(Inner):
         self.cost.query_gradients += 1
         self.cost.hessian_products += unrolled
         end = {n: leaf.detach() for n, leaf in d.items()}
-        steps = torch.full((1,), solver.steps)
-        return _as_rows(_filled(found, x)), trace.solution(end, steps)
+        return _as_rows(_filled(found, x)), trace.solution(end, solver.steps)
 
 
 def second_gradients(value: Tensor, by: Params, *, retain_graph: bool | None = None) -> Gradients:

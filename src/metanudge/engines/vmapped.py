@@ -26,7 +26,7 @@ from metanudge.engines.randomness import Draws, minibatch
 from metanudge.objective import LossError, check_seen, metrics_of_rows
 from metanudge.params import Params, num_rows
 from metanudge.problem import Problem
-from metanudge.solvers.base import LinearSolver, Solution, bound, unroll
+from metanudge.solvers.base import LinearSolver, Solution, Trace, unroll
 from metanudge.task import Batch, Stack, map_tensors, num_examples
 
 Which = Literal["support", "query"]
@@ -235,24 +235,21 @@ class StackedInner(Inner):
         g, (losses, residuals, d) = self._over_rows(
             row, self.tasks, arguments, 0, None, second_order=True
         )
-        return g, self._unrolled(d, losses.T, residuals.T, unrolled)
+        return g, self._unrolled(d, losses.unbind(1), residuals.unbind(1), unrolled)
 
-    def _unrolled(self, d: Params, losses: Tensor, residuals: Tensor, unrolled: int) -> Solution:
+    def _unrolled(
+        self, d: Params, losses: Sequence[Tensor], residuals: Sequence[Tensor], unrolled: int
+    ) -> Solution:
         """The solution of steps of which the last `unrolled` were differentiated, counted; losses
-        and residuals are `(steps, tasks)`.
+        and residuals are those of all tasks in each step.
         """
         self.cost.support_gradients += self.tasks * len(losses)
         self.cost.query_gradients += self.tasks
         self.cost.hessian_products += self.tasks * unrolled
-        steps = torch.full((self.tasks,), len(losses), device=self.problem.device)
-        return Solution(
-            d,
-            steps,
-            residuals[-1],
-            bound(residuals[-1], self.problem.smallest_lam),
-            losses,
-            residuals,
-        )
+        trace = Trace(self.oracle())
+        for loss, residual in zip(losses, residuals, strict=True):
+            trace.note(loss, residual)
+        return trace.solution(d, len(losses))
 
     def apart(self, row: int) -> Inner:
         """One task of the group."""
