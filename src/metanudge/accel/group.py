@@ -83,7 +83,7 @@ class ChainGroup(StackedInner):
         self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
     ) -> tuple[Tensor, Params]:
         """Losses and gradient of f̂ + ν f for all rows."""
-        self._count(num_rows(d), offsets)
+        self.count(num_rows(d), offsets)
         return self._passes.gradient(d, self._parts(offsets, step, batch_size), step)
 
     def _gradient_at_theta(
@@ -92,7 +92,7 @@ class ChainGroup(StackedInner):
         """At θ all nudges of a task are alike: one evaluation a task serves them all, in this solve
         and in later ones.
         """
-        self._count(rows, offsets)
+        self.count(rows, offsets)
 
         def copies(which: str, size: int | None) -> Iterator[Tensor]:
             for known in self._at_theta(which, size):
@@ -161,8 +161,7 @@ class ChainGroup(StackedInner):
 
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels know no second derivatives
             losses, g, hv = explained(self.problem, self._stack, run)
-        self._count(num_rows(d), offsets)
-        self.cost.hessian_products += num_rows(d)
+        self.count(num_rows(d), offsets, products=1)
         return losses, g, hv
 
     def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:

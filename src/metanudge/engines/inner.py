@@ -100,6 +100,14 @@ class Inner(ABC):
         """Number of tasks in the group."""
         return len(self.places)
 
+    def count(self, rows: int, offsets: Tensor | None, *, products: int = 0) -> None:
+        """So many rows were evaluated, with the query loss where there are offsets, and each
+        Hessian multiplied with so many vectors.
+        """
+        self.cost.support_gradients += rows
+        self.cost.query_gradients += rows if offsets is not None else 0
+        self.cost.hessian_products += rows * products
+
     def zeros(self, rows: int) -> Params:
         """Zero displacements."""
         return {
@@ -228,12 +236,11 @@ class Inner(ABC):
     ) -> tuple[Tensor, Params, Params]:
         """Losses, gradient, and Hessian of f̂(θ + d) + ν f(θ + d) times v."""
 
+    @abstractmethod
     def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
         """∇f̂(θ + d) in an inner step by all that it depends on: what adapts and, row by row, the
         shared parameters.
         """
-        assert not self.problem.shared
-        return self.data_gradient(d, None, step, batch_size)[1]
 
     def support_difference(
         self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None
@@ -254,10 +261,9 @@ class Inner(ABC):
                     total[name] = part * sign if known is None else known.add_(part, alpha=sign)
         return total
 
+    @abstractmethod
     def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
         """How `support_gradient` changes as φ moves along v: second derivatives of f̂ times v."""
-        assert not self.problem.shared
-        return self.data_hvp(d, v, None, step, batch_size)[2]
 
     def apart(self, row: int) -> Inner:
         """The group's task of this row on its own; a group of one is that already."""

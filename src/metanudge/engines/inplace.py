@@ -120,10 +120,9 @@ class InplaceInner(Inner):
         """
         self._write(d)
         total = self._backward(self._support(step, batch_size), step, "support", None)
-        self.cost.support_gradients += 1
         if offsets is not None:
             total = total + self._backward(self._task.query, step, "query", offsets[0])
-            self.cost.query_gradients += 1
+        self.count(1, offsets)
         return total.reshape(1), self._collect()
 
     def oracle(self, **how: Unpack[Nudging]) -> NudgedOracle:
@@ -152,12 +151,11 @@ class InplaceInner(Inner):
             descent.pack(n for n in self._listener.names if self._guard.holds_still(n))
         with self._listener.handing_to(descent.take):
             total = self._backward(self._support(step, batch_size), step, "support", None)
-            self.cost.support_gradients += 1
             descent.gather(waiting)
             if offsets is not None:
                 total = total + self._backward(self._task.query, step, "query", offsets[0])
-                self.cost.query_gradients += 1
                 descent.gather(waiting)
+        self.count(1, offsets)
         return total.reshape(1), descent.finish()
 
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
@@ -175,21 +173,16 @@ class InplaceInner(Inner):
         self._write(d)
         with self._guard.sharing(adapting=False):
             self._backward(self._task.support, 0, "support", None)
-            self.cost.support_gradients += 1
             if offsets is not None:
                 self._backward(self._task.query, 0, "query", offsets[0])
-                self.cost.query_gradients += 1
+        self.count(1, offsets)
         return {n: leaf.mul_(weights[0]) for n, leaf in self._collect(self.problem.shared).items()}
 
     def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
         """By all that requires grad, in one backward pass."""
-        if not self.problem.shared:
-            return super().support_gradient(d, step, batch_size)
-        self._write(d)
         with self._guard.sharing():
-            self._backward(self._support(step, batch_size), step, "support", None)
-        self.cost.support_gradients += 1
-        return self._collect() | self._collect(self.problem.shared)
+            g = self.data_gradient(d, None, step, batch_size)[1]
+        return g | self._collect(self.problem.shared)
 
     def support_difference(
         self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None
@@ -197,28 +190,19 @@ class InplaceInner(Inner):
         """Two backward passes into the same `.grad`, the second one with the other sign."""
         batch, shared = self._support(step, batch_size), self.problem.shared
         size = float(epsilon)  # waits for the device; but a number moves many tensors at once
-        with self._guard.sharing() if shared else nullcontext():
+        with self._guard.sharing():
             for sign in (1.0, -1.0):
                 self._write(d, v, sign * size)
-                self._backward(
-                    batch, step, "support", torch.tensor(sign, device=self.problem.device)
-                )
-                self.cost.support_gradients += 1
-        return self._collect() | (self._collect(shared) if shared else {})
+                scale = torch.tensor(sign, device=self.problem.device)
+                self._backward(batch, step, "support", scale)
+        self.count(2, None)
+        return self._collect() | self._collect(shared)
 
     def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
         """By all that requires grad, in one double backward."""
-        if not self.problem.shared:
-            return super().support_hvp(d, v, step, batch_size)
-        refuse_products(self.problem)
-        self._write(d)
-        with self._guard.sharing(), sdpa_kernel(SDPBackend.MATH):
-            loss = self._loss(self._support(step, batch_size), step, "support")
-            self._bend(loss, v)
-        self.cost.support_gradients += 1
-        self.cost.hessian_products += 1
-        self._guard.restore_buffers()
-        return self._collect() | self._collect(self.problem.shared)
+        with self._guard.sharing():
+            hv = self.data_hvp(d, v, None, step, batch_size)[2]
+        return hv | self._collect(self.problem.shared)
 
     def _bend(self, loss: Tensor, v: Params) -> list[Tensor]:
         """Leave the gradient of ⟨∇_φ loss, v⟩ in the module; returns ∇_φ loss."""
@@ -271,9 +255,7 @@ class InplaceInner(Inner):
             if offsets is not None:
                 total = total + offsets[0] * self._loss(self._task.query, step, "query")
             g = self._bend(total, v)
-        self.cost.support_gradients += 1
-        self.cost.query_gradients += 0 if offsets is None else 1
-        self.cost.hessian_products += 1
+        self.count(1, offsets, products=1)
         self._guard.restore_buffers()
         first = {n: row(leaf) for n, leaf in zip(self.problem.parameters, g, strict=True)}
         return total.detach().reshape(1), first, self._collect()

@@ -68,18 +68,14 @@ class StackedInner(Inner):
         self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
     ) -> tuple[Tensor, Params]:
         """Losses and gradient of f̂ + ν f for all rows."""
-        rows = num_rows(d)
-        self._count(rows, offsets)
+        self.count(num_rows(d), offsets)
         slope = partial(self._slope, step=step)
-        g, losses = self._over_rows(
-            slope, rows, (d, offsets), step, batch_size, with_query=offsets is not None
-        )
+        g, losses = self._over_rows(slope, (d, offsets), step, batch_size)
         return losses, g
 
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
         """∇f(θ + d) for all rows."""
-        rows = num_rows(d)
-        self.cost.query_gradients += rows
+        self.cost.query_gradients += num_rows(d)
         if shared and self._omega:
             leaves = {n: leaf.detach().requires_grad_() for n, leaf in d.items()}
             omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
@@ -87,7 +83,7 @@ class StackedInner(Inner):
             def both(data: Data, d: Params) -> Tensor:
                 return self._loss(data, d, step, "query", self.theta | omega)[0]
 
-            losses = self._over_rows(both, rows, (leaves,), step, None)
+            losses = self._over_rows(both, (leaves,), step)
             g = torch.autograd.grad(
                 losses.sum(), [*leaves.values(), *omega.values()], materialize_grads=True
             )
@@ -97,7 +93,7 @@ class StackedInner(Inner):
         def row(data: Data, d: Params) -> Params:
             return grad(lambda d: self._loss(data, d, step, "query")[0])(d)
 
-        return self._over_rows(row, rows, (d,), step, None)
+        return self._over_rows(row, (d,), step)
 
     def shared_gradient(
         self, d: Params, offsets: Tensor | None, weights: Sequence[float]
@@ -105,13 +101,10 @@ class StackedInner(Inner):
         """The weighted gradient of f̂ + ν f by the shared parameters: first derivatives only, so
         autograd may sum over rows by itself.
         """
-        rows = num_rows(d)
-        self._count(rows, offsets)
+        self.count(num_rows(d), offsets)
         omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
         nudged = partial(self._nudged, step=0, theta=self.theta | omega)
-        losses = self._over_rows(
-            nudged, rows, (d, offsets), 0, None, with_query=offsets is not None
-        ).unflatten(0, (len(weights), -1))
+        losses = self._over_rows(nudged, (d, offsets), 0).unflatten(0, (len(weights), -1))
         total = sum(
             (w * part.sum() for w, part in zip(weights[1:], losses[1:], strict=True)),
             weights[0] * losses[0].sum(),
@@ -129,16 +122,13 @@ class StackedInner(Inner):
             return self._loss(data, d, 0, "query", None, seen), check_seen(metrics, seen)
 
         with torch.no_grad():
-            (loss, accuracy, extra), outputs = self._over_rows(row, rows, (d,), 0, None)
+            (loss, accuracy, extra), outputs = self._over_rows(row, (d,), 0)
         return Measured(loss, accuracy, extra | metrics_of_rows(metrics, outputs, rows, extra))
 
     def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
         """f̂ + ν f without gradients."""
-        rows, nudged = num_rows(d), partial(self._nudged, step=step)
         with torch.no_grad():
-            return self._over_rows(
-                nudged, rows, (d, offsets), step, None, with_query=offsets is not None
-            )
+            return self._over_rows(partial(self._nudged, step=step), (d, offsets), step)
 
     def data_hvp(
         self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
@@ -146,7 +136,6 @@ class StackedInner(Inner):
         """Losses, gradient and Hessian-vector product: forward over reverse, reverse over reverse
         where that is missing.
         """
-        rows = num_rows(d)
         _load_forward_mode()
 
         def row(data: Data, d: Params, v: Params, nu: Tensor | None) -> Any:
@@ -161,7 +150,7 @@ class StackedInner(Inner):
             return value, g, hv
 
         forward_mode = True
-        arguments = (row, rows, (d, v, offsets), step, batch_size, offsets is not None)
+        arguments = (row, (d, v, offsets), step, batch_size)
         try:
             losses, g, hv = self._over_rows(*arguments, diagnose=False, second_order=True)
         except torch.cuda.OutOfMemoryError:
@@ -170,21 +159,20 @@ class StackedInner(Inner):
             # the Hessian is symmetric, so the transposed product is the product
             forward_mode = False
             losses, g, hv = self._over_rows(*arguments, second_order=True)
-        self._count(rows, offsets)
-        self.cost.hessian_products += rows
+        self.count(num_rows(d), offsets, products=1)
         return losses, g, hv
 
     def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
         """With shared parameters as if they adapted, too, and had not moved yet."""
         if not self._omega:
-            return super().support_gradient(d, step, batch_size)
+            return self.data_gradient(d, None, step, batch_size)[1]
         still = self._still(num_rows(d))
         return StackedInner.data_gradient(self, d | still, None, step, batch_size)[1]
 
     def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
         """In the same way, along a direction that does not move them."""
         if not self._omega:
-            return super().support_hvp(d, v, step, batch_size)
+            return self.data_hvp(d, v, None, step, batch_size)[2]
         still = self._still(num_rows(d))
         return StackedInner.data_hvp(self, d | still, v | still, None, step, batch_size)[2]
 
@@ -232,9 +220,7 @@ class StackedInner(Inner):
 
         drawn = (self._minibatch(step, solver.batch_size) for step in range(solver.steps))
         arguments = (self.zeros(self.tasks), [indices for indices in drawn if indices is not None])
-        g, (losses, residuals, d) = self._over_rows(
-            row, self.tasks, arguments, 0, None, second_order=True
-        )
+        g, (losses, residuals, d) = self._over_rows(row, arguments, 0, second_order=True)
         return g, self._unrolled(d, losses.unbind(1), residuals.unbind(1), unrolled)
 
     def _unrolled(
@@ -299,20 +285,21 @@ class StackedInner(Inner):
     def _over_rows(
         self,
         function: Callable[..., Any],
-        rows: int,
         arguments: Sequence[Any],
         step: int,
-        batch_size: int | None,
-        with_query: bool = True,
+        batch_size: int | None = None,
         *,
         diagnose: bool = True,
         second_order: bool = False,
     ) -> Any:
-        """`vmap` a function of one row's data and arguments over all rows."""
+        """`vmap` a function of one row's data and arguments over all rows, those of the first
+        argument; where offsets are None among them, it does without the query set.
+        """
         # vmap knows plain dicts only
         arguments = [
             dict(argument) if isinstance(argument, dict) else argument for argument in arguments
         ]
+        rows, with_query = num_rows(arguments[0]), all(part is not None for part in arguments)
         repeats = rows // self.tasks
         support = self._minibatch_of_support(step, batch_size)
         query = repeated(self._stack.query, repeats) if with_query else None
@@ -333,10 +320,6 @@ class StackedInner(Inner):
                 return vmap(function, in_dims=in_dims, randomness="same")(data, *arguments)
 
         return explained(self.problem, self._stack, run) if diagnose else run()
-
-    def _count(self, rows: int, offsets: Tensor | None) -> None:
-        self.cost.support_gradients += rows
-        self.cost.query_gradients += rows if offsets is not None else 0
 
     def _minibatch(self, step: int, batch_size: int | None) -> Tensor | None:
         """Indices of a step's minibatch, `(tasks, batch_size)`; None when all examples are used."""
