@@ -62,13 +62,82 @@ def sentence(experiment: str) -> str:
     return found[1]
 
 
-def omniglot(method: str, meta_steps: int) -> tuple[str, str]:
-    """5-way 1-shot: percent with the 5 steps of training, and with 16, as in RESULTS.md's table."""
+def shown(experiment: str, **where: str) -> dict[str, str]:
+    """The row of RESULTS.md's table of an experiment that has these texts in these columns, by
+    column ("inner_rate" for "inner rate").
+    """
     text = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
-    start = rf"^\| 5-way 1-shot \| {re.escape(method)} \| {meta_steps} \| "
-    found = re.search(start + r"([^|]+) \| ([^|]+) \|", text, re.MULTILINE)
-    assert found is not None, method
-    return found[1], found[2]
+    section = text.partition(f"\n## {experiment}\n")[2].partition("\n## ")[0]
+    wanted = {key.replace("_", " "): value for key, value in where.items()}
+    heads: list[str] = []
+    for line in section.splitlines():
+        if not line.startswith("| "):
+            heads = heads if line.startswith("|-") else []
+            continue
+        cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
+        heads = heads or cells
+        row = dict(zip(heads, cells, strict=True))
+        if wanted.items() <= row.items():
+            return row
+    raise LookupError(f"no row of {experiment} in RESULTS.md has {wanted}")
+
+
+def omniglot(method: str, meta_steps: int) -> tuple[str, str]:
+    """5-way 1-shot: percent with the 5 steps of training, and with 16."""
+    row = shown(
+        "omniglot", setting="5-way 1-shot", method=method, **{"meta-steps": str(meta_steps)}
+    )
+    return row["accuracy, %"], row["with 16 steps, %"]
+
+
+def transformer(method: str, inner: str = "0.3") -> dict[str, str]:
+    """The small GPT: loss in the end and with the gradients of the cheapest method, gradients, and
+    how many trainings diverged.
+    """
+    return shown("transformer", inner_rate=inner, estimate=method)
+
+
+def default_table() -> str:
+    """What might be the default, each at learning rates of its own, on everything that was measured
+    so.
+    """
+    shifted = "FO-B-MAML gradient nudge, shifted start, ν = 0.1"
+    heads = ("MNIST-1D, %", "Omniglot, %", "sinusoids, %", "small GPT, loss", "at equal gradients")
+    lines = [f"| | {' | '.join(heads)} | failed there |", "|---|---|---|---|---|---|---|"]
+    for code, image, nudged, gpt in (
+        ("FOBMAML()", "FO-B-MAML", "loss, theta, symmetric, ν auto", "FO-B-MAML, automatic ν"),
+        ('FOBMAML(nudge="gradient")', "FO-B-MAML gradient nudge", None, shifted),
+        ("MAML()", "MAML", "MAML, autograd products", "MAML"),
+        ('MAML(products="difference")', None, "MAML by differences", "MAML by differences"),
+        ("FOMAML()", "FO-MAML", "FO-MAML", "FO-MAML"),
+    ):
+        cells = ["–", "–", "–"]
+        if image is not None:
+            few, many = omniglot(image, 2000)
+            cells[:2] = [percent(shown("mnist1d", method=image)["after 600 iterations"]), few]
+            cells[1] += f"; {many}"
+        if nudged is not None:
+            row = shown("ablation", **{"nudge, start, stencil, ν": nudged})
+            cells[2] = "; ".join(
+                percent(row[f"sinusoids, own rates{more}"]) for more in ("", ", 16 steps")
+            )
+        rows = [transformer(gpt, inner) for inner in ("0.1", "0.3", "1")]
+        failed = sum(int(row["diverged"].split()[0]) for row in rows)
+        of = sum(int(row["diverged"].split()[-1]) for row in rows)
+        middle = rows[1]
+        cells += [middle["loss"], middle["loss, equal gradients"], f"{failed} of {of}"]
+        lines.append(f"| `{code}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def percent(share: str) -> str:
+    """A share with its interval.
+
+    Example:
+        >>> percent("0.963 ± 0.006")
+        '96.3 ± 0.6'
+    """
+    return " ± ".join(f"{100 * float(part):.1f}" for part in share.split(" ± "))
 
 
 def along_training(network: str, method: str) -> tuple[str, str]:
@@ -120,6 +189,7 @@ def substitutions() -> dict[str, str]:
     cells = [c["cell"] for c in rows("ablation")["cells"] if c["cell"]["part"] == PARTS[0]]
     tried = {tuple(sorted(cell.items() - {("seed", cell["seed"])})) for cell in cells}
     values = {"trained_table": "\n".join(table), "variants": str(len(tried))}
+    values["default_table"] = default_table()
     values |= by_differences()
     for name in ("memory-cnn", "memory-steps", "bias-rates", "auto-nu", "gradient-quality"):
         values[name.replace("-", "_")] = sentence(name)

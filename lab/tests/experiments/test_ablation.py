@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 import metanudge as mn
 from metanudge.models import MLP, Conv1D
 from metanudge.tasks import MNIST1D, Sinusoid
-from metanudge_lab.experiments import ablation, fewshot
+from metanudge_lab.experiments import ablation, ablation_runs, fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import FinishedCell, Result
 from metanudge_lab.experiments.network_errors import curvature
@@ -123,6 +124,33 @@ def test_equal_cost_is_as_many_gradients_as_the_default_takes() -> None:
         (row,) = ablation.measure(cell, config, CPU)
         assert row["gradients"] == gradients
         assert row["iterations"] == round(3 * 20 / gradients)
+
+
+def test_rates_of_its_own_are_those_that_validate_best() -> None:
+    config = ablation.Config(
+        sinusoid_iterations=20,
+        test_tasks=20,
+        own_inner_rates=(0.01, 1e6),
+        own_rates=(1e-2, 1e-9),
+        own_rounds=(20,),
+        own_seeds=1,
+    )
+    other = {"method": "FO-MAML"}
+    *tried, chosen = ablation.measure({"part": "sinusoid, search", **other}, config, CPU)
+    assert len(tried) == 4
+    assert (chosen["inner"], chosen["rate"]) == (0.01, 1e-2), "else nothing is explained or learned"
+    (row,) = ablation.measure({"part": "sinusoid, own rates", **other, "seed": 0}, config, CPU)
+    fixed = replace(config, sinusoid_inner=0.01, sinusoid_rate=1e-2)
+    (same,) = ablation.measure({"part": "sinusoid", **other, "seed": 0}, fixed, CPU)
+    assert row == {"inner": 0.01, "rate": 1e-2, **same}
+    part = FinishedCell({"part": "sinusoid, search", **other}, [*tried, chosen], 0.0, 0)
+    ablation_runs._known.clear()
+    ablation_runs.remember(Result("ablation", "full", config, [part]))
+    assert ablation_runs._known == {
+        ("sinusoid", Other("FO-MAML"), config): {"inner": 0.01, "rate": 1e-2}
+    }
+    default = {"part": "sinusoid, own rates", **Variant.default().keys, "seed": 0}
+    assert default in ablation.cells(config)
 
 
 def test_a_trained_variant_is_tested_with_more_steps_too() -> None:

@@ -9,6 +9,7 @@ from metanudge_lab.experiments.base import Result, Verdict
 from metanudge_lab.experiments.network_errors import TARGETS
 from metanudge_lab.experiments.variants import (
     AT_EQUAL_COST,
+    AT_OWN_RATES,
     OTHERS,
     POINTS,
     Choice,
@@ -22,7 +23,11 @@ from metanudge_lab.experiments.variants import (
     trained_variants,
 )
 
-VIEWS = {"": "estimator", AT_EQUAL_COST: "estimator at equal cost"}
+VIEWS = {
+    "": "estimator",
+    AT_EQUAL_COST: "estimator at equal cost",
+    AT_OWN_RATES: "estimator at rates of its own",
+}
 NOISE = 0.005  # accuracies closer than this are alike, whatever the seeds say
 
 
@@ -34,7 +39,8 @@ def judge(result: Result[Any]) -> Verdict:
     options = result.config.options
     found = {key: _best(result, default, key, values) for key, values in options.items()}
     for view, name in VIEWS.items():
-        found[name] = _best_other(result, default, view)
+        if compared(result, view):
+            found[name] = _best_other(result, default, view)
     beaten = {key: one for key, one in found.items() if one is not None}
     other = default.changed("nudge", "gradient" if default.nudge == "loss" else "loss")
     steps = min(result.config.steps)

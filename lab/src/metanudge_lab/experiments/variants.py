@@ -20,7 +20,10 @@ DATA = {
     "sinusoid": "sinusoids",
     "overshoot": "sinusoids with large steps",
 }
-AT_EQUAL_COST = ", equal cost"  # after the name of the data: as many gradients as the default takes
+# After the name of the data: as many gradients as the default takes; learning rates of one's own.
+AT_EQUAL_COST = ", equal cost"
+AT_OWN_RATES = ", own rates"
+SEARCH = ", search"  # of those rates
 # Not part of a config: more may be added without measuring anew what there is.
 OTHERS: dict[str, Estimator] = {
     "FO-MAML": mn.FOMAML(),
@@ -157,6 +160,11 @@ def equal_cost_choices(options: Options) -> list[Choice]:
     return [*(one for one in near if one in known and one != default), *map(Other, OTHERS)]
 
 
+def own_rates_choices() -> list[Choice]:
+    """Those that also look for learning rates of their own: the default, and the others."""
+    return [Variant.default(), *map(Other, OTHERS)]
+
+
 def accuracy(result: Result[Any], part: str, variant: Choice, key: str = "accuracy") -> Mean | None:
     """Mean over the seeds with its interval, that over the tasks where there is one seed; `key` may
     be "accuracy_more". The default costs as much as itself.
@@ -179,7 +187,7 @@ def cosine(result: Result[Any], key: str, point: str, steps: int, variant: Varia
 
 def compared(result: Result[Any], view: str = "") -> list[tuple[str, str]]:
     """By what choices are compared: data, and accuracy with as many steps as in training or with
-    more; after equally many meta-steps, or `AT_EQUAL_COST`.
+    more; after equally many meta-steps, or `AT_EQUAL_COST`, or `AT_OWN_RATES`.
     """
     return [
         (part + view, key)
@@ -189,8 +197,18 @@ def compared(result: Result[Any], view: str = "") -> list[tuple[str, str]]:
     ]
 
 
+def data_of(part: str) -> str:
+    """The data set of a part of the rows.
+
+    Example:
+        >>> data_of("mnist1d, equal cost"), data_of("omniglot")
+        ('mnist1d', 'omniglot')
+    """
+    return part.partition(",")[0]
+
+
 def name_of(result: Result[Any], part: str, key: str) -> str:
     """What is compared, in words."""
-    data = part.removesuffix(AT_EQUAL_COST)
+    data = data_of(part)
     more = "" if key == "accuracy" else f", {result.config.more_steps} steps"
     return DATA[data] + part.removeprefix(data) + more
