@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +52,25 @@ def test_counting_changes_nothing():
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_was_counted_is_freed():
+    """Also of functions that keep their own result, and where the model fails half way."""
+
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("broken")
+
+    ends = nn.Sequential(nn.Linear(8, 1)), Broken()
+    for end in ends:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Softmax(-1), end)
+        one = task(5, 10)
+        kept = [weakref.ref(t) for t in (one.support[0], one.query[0], model[0].weight)]
+        with suppress(RuntimeError):
+            bytes_per_row(Problem(Objective(model, LOSS), 2.0), one)
+        del model, one, end
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None, None]
 
 
 @pytest.mark.parametrize(

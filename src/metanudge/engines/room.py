@@ -47,19 +47,24 @@ def _kept_by(problem: Problem, batch: Batch) -> int:
     alive: list[Tensor] = []  # or one tensor's address might be given to the next
     kept: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> None:
+        """There is no backward pass: the graph need not keep what it would keep. Of a function that
+        keeps its own result that would be a cycle, which is never freed.
+        """
         alive.append(tensor)
         place = tensor.untyped_storage().data_ptr()
         if place not in known:
             kept[place] = max(kept.get(place, 0), tensor.numel() * tensor.element_size())
-        return tensor
 
-    watch = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
-    with (
-        Draws(0, problem.device).preserved(),
-        torch.enable_grad(),
-        tensors_kept(problem.modules),
-        watch,
-    ):
-        functional_call(problem.objective, problem.buffers(), (batch,))
+    watch = torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing)
+    try:
+        with (
+            Draws(0, problem.device).preserved(),
+            torch.enable_grad(),
+            tensors_kept(problem.modules),
+            watch,
+        ):
+            functional_call(problem.objective, problem.buffers(), (batch,))
+    finally:
+        alive.clear()  # they have the graph, which has `note`, which has them
     return sum(kept.values())
