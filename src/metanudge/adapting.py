@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,18 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from metanudge.engine_choice import EngineChoice, Wish
-from metanudge.engines import Engine
-from metanudge.evaluation import (
-    Evaluation,
-    adapted_copy,
-    adapted_in_place,
-    displacement,
-    evaluate,
-    with_steps,
-)
-from metanudge.problem import Problem
+from metanudge.engines import Cost, Engine, InplaceEngine
+from metanudge.engines.undisturbed import Guard, claimed, restored, stands_still
+from metanudge.estimators import NonFiniteError
+from metanudge.estimators.run import advice_on
+from metanudge.evaluation import Evaluation
+from metanudge.objective import Objective
+from metanudge.params import Params
+from metanudge.problem import Problem, is_constant
 from metanudge.setting import Setting, at_work
 from metanudge.solvers import GradientDescent, Solver
+from metanudge.spread import local
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tuning import NuTuner
 
@@ -44,12 +45,10 @@ class Adapting(Setting):
     def _wish(self) -> Wish:
         """What is wanted of the engine."""
 
-    def _settled(self, problem: Problem, tasks: TaskBatch) -> Solver:
-        self.solver = self._choice.settled(problem, tasks, self._wish())
-        return self.solver
-
-    def _ready_for(self, problem: Problem, support: Batch, steps: int | None) -> Solver:
-        return with_steps(self._settled(problem, TaskBatch.of(Task(support, support))), steps)
+    def _ready_for(self, problem: Problem, tasks: TaskBatch, steps: int | None) -> Solver:
+        """The learner's solver for these tasks, with another number of steps if one is given."""
+        solver = self.solver = self._choice.settled(problem, tasks, self._wish())
+        return solver if steps is None else replace(solver, steps=steps)  # type: ignore[type-var]
 
     def adapt(self, support: Batch, *, steps: int | None = None, seed: int = 0) -> nn.Module:
         """A copy of the model adapted to a support set; the learner and its model stay as they are.
@@ -63,15 +62,16 @@ class Adapting(Setting):
             seed: of dropout masks and minibatches.
         """
         with at_work(self, compile=self.compiled, alone=False) as own:
-            solver = self._ready_for(own, support, steps)
-            return adapted_copy(own, self.adapting, support, solver, seed)
+            solver = self._ready_for(own, _alone(support), steps)
+            return _adapted_copy(own, self.adapting, support, solver, seed)
 
     @contextmanager
     def adapted(
         self, support: Batch, *, steps: int | None = None, seed: int = 0
     ) -> Iterator[nn.Module]:
         """Within, the learner's own model is adapted to a support set, in the memory of one copy of
-        what adapts and one of how far it has moved; then it is as it was, also after an error.
+        what adapts and one of how far it has moved; then all that was changed within is put back,
+        also after an error: what adapts, buffers, `.grad`, training or evaluation mode.
 
         Args:
             support, steps, seed: as in `adapt`.
@@ -86,14 +86,23 @@ class Adapting(Setting):
             (True, False)
         """
         with at_work(self, compile=self.compiled) as problem:
-            solver = self._ready_for(problem, support, steps)
-            moved = displacement(problem, support, solver, seed)
-        self._away = True
-        try:
-            with adapted_in_place(problem, moved) as model:
-                yield model
-        finally:
-            self._away = False
+            solver = self._ready_for(problem, _alone(support), steps)
+            moved = _displacement(problem, support, solver, seed)
+        with claimed(problem):
+            guard, modes = Guard(problem), [(module, module.training) for module in problem.modules]
+
+            def restore() -> None:
+                guard.restore()
+                for module, training in modes:
+                    module.training = training
+                self._away = False
+
+            with restored(restore):
+                self._away = True
+                _move(problem, moved)
+                guard.wrote()
+                del moved
+                yield problem.objective.model
 
     def adapted_state(
         self, support: Batch, *, steps: int | None = None, seed: int = 0
@@ -115,8 +124,8 @@ class Adapting(Setting):
             ['bias']
         """
         with at_work(self, compile=self.compiled) as problem:
-            solver = self._ready_for(problem, support, steps)
-            moved = displacement(problem, support, solver, seed)
+            solver = self._ready_for(problem, _alone(support), steps)
+            moved = _displacement(problem, support, solver, seed)
             return {n: (p.detach() + moved[n]).to(p) for n, p in problem.parameters.items()}
 
     def evaluate(self, tasks: Tasks, *, steps: int | None = None, seed: int = 0) -> Evaluation:
@@ -124,8 +133,8 @@ class Adapting(Setting):
         batch = TaskBatch.of(tasks)
         with at_work(self, compile=self.compiled) as problem:
             problem.check_tasks(batch)
-            solver = with_steps(self._settled(problem, batch), steps)
-            run = partial(evaluate, problem, batch, solver, seed=seed)
+            solver = self._ready_for(problem, batch, steps)
+            run = partial(_evaluated, problem, batch, solver, seed=seed)
             return self._choice.run(problem, batch, self._wish(), run, estimates=False)
 
     def choose_engine(self, batch: TaskBatch) -> tuple[Engine, str]:
@@ -159,3 +168,86 @@ class Adapting(Setting):
         """State dicts of version 0.1 have no such state: they begin with what there is."""
         state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
         super()._load_from_state_dict(state_dict, prefix, *more, **named)
+
+
+def _evaluated(
+    problem: Problem, batch: TaskBatch, solver: Solver, engine: Engine, seed: int
+) -> Evaluation:
+    columns = [torch.zeros(len(batch), dtype=torch.float64) for _ in range(4)]
+    extras: tuple[Params, Params] = ({}, {})
+    with engine.session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
+        for inner in groups:
+            before = inner.measure_query(None)
+            after = inner.measure_query(inner.solve(solver).displacement)
+            values = (before.loss, before.accuracy, after.loss, after.accuracy)
+            for column, value in zip(columns, values, strict=True):
+                column[list(inner.places)] = value.double().cpu()
+            for extra, found in zip(extras, (before.extra, after.extra), strict=True):
+                for name, value in found.items():
+                    unknown = torch.full((len(batch),), math.nan, dtype=torch.float64)
+                    column = extra.setdefault(name, unknown)
+                    column[list(inner.places)] = value.double().cpu()
+    one, two, three, four = columns
+    return Evaluation(one, two, three, four, extra_before=extras[0], extra=extras[1])
+
+
+def _adapted_copy(
+    own: Problem, patterns: Any, support: Batch, solver: Solver, seed: int
+) -> nn.Module:
+    """A copy of a problem's model after a solve on a support set; `patterns` say what adapts.
+
+    Frozen parameters and buffers that are constants are the model's own.
+    """
+    if own.spread is not None:
+        raise TypeError(
+            f"adapt copies the model, whose parameters are spread over {own.spread.ranks} ranks."
+            " `with learner.adapted(support) as model:` adapts it in place, and"
+            " learner.evaluate(tasks) measures."
+        )
+    own_model = own.objective.model
+    kept: list[Tensor] = [p for p in own_model.parameters() if not p.requires_grad]
+    kept += [buffer for *_, buffer in _constants(own_model)]
+    model = copy.deepcopy(own_model, {id(tensor): tensor for tensor in kept})
+    problem = Problem(
+        Objective(model, own.objective.loss), own.proximal, adapt=patterns, rates=own.rates
+    )
+    _move(problem, _displacement(problem, support, solver, seed))
+    for module, name, buffer in _constants(model):
+        if not stands_still(module, name):
+            module._buffers[name] = buffer.clone()
+    return model
+
+
+def _displacement(problem: Problem, support: Batch, solver: Solver, seed: int) -> Params:
+    """How far what adapts moves in a solve on a support set; the model stays as it is."""
+    batch = _alone(support)
+    problem.check_tasks(batch)
+    with InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
+        solution = next(iter(groups)).solve(solver)
+    if not bool(torch.isfinite(solution.residuals).all()):
+        raise NonFiniteError(
+            "Adaptation produced NaN or Inf: the inner steps diverge on this support"
+            f" set. Take fewer steps, or {advice_on(problem, solver)}."
+        )
+    return {name: leaf[0] for name, leaf in solution.displacement.items()}
+
+
+def _alone(support: Batch) -> TaskBatch:
+    """A task without a query set of its own."""
+    return TaskBatch.of(Task(support, support))
+
+
+def _move(problem: Problem, moved: Params) -> None:
+    with torch.no_grad():
+        for name, parameter in problem.parameters.items():
+            phi = local(parameter.data)
+            phi.copy_(phi + moved[name])
+
+
+def _constants(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and is_constant(module, name)
+    ]

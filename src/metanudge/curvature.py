@@ -16,7 +16,6 @@ from torch import Tensor
 from metanudge.engines import Cost, Engine, Inner
 from metanudge.params import Params, norm, per_row
 from metanudge.problem import Problem
-from metanudge.proximal.diagonal import Diagonal
 from metanudge.solvers import GradientDescent, Solver
 from metanudge.task import TaskBatch
 
@@ -54,10 +53,7 @@ def resolved(solver: Solver, problem: Problem, tasks: TaskBatch, engine: Engine)
     """The solver with a learning rate measured on the first few of these tasks."""
     assert isinstance(solver, GradientDescent)
     some = tasks if len(tasks) <= _TASKS else tasks[:_TASKS]
-    curved = curvature(problem, some, engine=engine)
-    lam = 0.0
-    if isinstance(problem.proximal, Diagonal):
-        lam = max((float(leaf.max()) for leaf in problem.lam.values() if leaf.numel()), default=0.0)
+    curved, lam = curvature(problem, some, engine=engine), problem.largest_lam or 0.0
     if not 0 < curved + lam < math.inf:
         raise ValueError(
             f'lr="auto" found a curvature of {curved:g} of the support losses, from which no'

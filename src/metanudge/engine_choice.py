@@ -55,13 +55,6 @@ class Wish:
     estimator: Estimator
     solver: Solver
 
-    def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            known = ", ".join(ENGINES)
-            raise ValueError(f"Unknown engine {self.engine!r}. Choose one of: {known}.")
-        if self.chunk is not None:
-            StackedEngine(self.chunk)
-
 
 class EngineChoice:
     """Chooses, and remembers what was found out on the way.

@@ -1,28 +1,16 @@
-"""How a learner adapts, and how well."""
+"""How well a learner adapts, task by task."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from metanudge.engines import Cost, Engine, InplaceEngine
-from metanudge.engines.undisturbed import Guard, claimed, restored, stands_still
-from metanudge.estimators import NonFiniteError
-from metanudge.estimators.run import advice_on
 from metanudge.html_table import html_table
-from metanudge.objective import Objective
 from metanudge.params import Params
-from metanudge.problem import Problem, is_constant
-from metanudge.solvers import Solver
-from metanudge.spread import local
-from metanudge.task import Batch, Task, TaskBatch
 
 
 @dataclass(frozen=True)
@@ -103,107 +91,3 @@ def ci95(values: Tensor) -> float:
     """
     n = len(values)
     return float(1.96 * values.std() / math.sqrt(n)) if n > 1 else math.nan
-
-
-def with_steps(solver: Solver, steps: int | None) -> Solver:
-    """The solver with another number of steps, if one is given."""
-    return solver if steps is None else dataclasses.replace(solver, steps=steps)  # type: ignore[type-var]
-
-
-def evaluate(
-    problem: Problem, batch: TaskBatch, solver: Solver, engine: Engine, seed: int
-) -> Evaluation:
-    """Adapt to every task's support set and measure on its query set."""
-    columns = [torch.zeros(len(batch), dtype=torch.float64) for _ in range(4)]
-    extras: tuple[Params, Params] = ({}, {})
-    with engine.session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
-        for inner in groups:
-            before = inner.measure_query(None)
-            after = inner.measure_query(inner.solve(solver).displacement)
-            values = (before.loss, before.accuracy, after.loss, after.accuracy)
-            for column, value in zip(columns, values, strict=True):
-                column[list(inner.places)] = value.double().cpu()
-            for extra, found in zip(extras, (before.extra, after.extra), strict=True):
-                for name, value in found.items():
-                    unknown = torch.full((len(batch),), math.nan, dtype=torch.float64)
-                    column = extra.setdefault(name, unknown)
-                    column[list(inner.places)] = value.double().cpu()
-    one, two, three, four = columns
-    return Evaluation(one, two, three, four, extra_before=extras[0], extra=extras[1])
-
-
-def adapted_copy(
-    own: Problem, patterns: str | Sequence[str] | None, support: Batch, solver: Solver, seed: int
-) -> nn.Module:
-    """A copy of a problem's model after a solve on a support set; `patterns` say what adapts.
-
-    Frozen parameters and buffers that are constants are the model's own.
-    """
-    if own.spread is not None:
-        raise TypeError(
-            f"adapt copies the model, whose parameters are spread over {own.spread.ranks} ranks."
-            " `with learner.adapted(support) as model:` adapts it in place, and"
-            " learner.evaluate(tasks) measures."
-        )
-    own_model = own.objective.model
-    kept: list[Tensor] = [p for p in own_model.parameters() if not p.requires_grad]
-    kept += [buffer for *_, buffer in _constants(own_model)]
-    model = copy.deepcopy(own_model, {id(tensor): tensor for tensor in kept})
-    problem = Problem(
-        Objective(model, own.objective.loss), own.proximal, adapt=patterns, rates=own.rates
-    )
-    _move(problem, displacement(problem, support, solver, seed))
-    for module, name, buffer in _constants(model):
-        if not stands_still(module, name):
-            module._buffers[name] = buffer.clone()
-    return model
-
-
-@contextmanager
-def adapted_in_place(problem: Problem, moved: Params) -> Iterator[nn.Module]:
-    """A problem's own model, displaced; on the way out all is put back that was changed within:
-    what adapts, buffers, `.grad`, training or evaluation mode.
-    """
-    with claimed(problem):
-        guard, modes = Guard(problem), [(module, module.training) for module in problem.modules]
-
-        def restore() -> None:
-            guard.restore()
-            for module, training in modes:
-                module.training = training
-
-        with restored(restore):
-            _move(problem, moved)
-            guard.wrote()
-            del moved
-            yield problem.objective.model
-
-
-def displacement(problem: Problem, support: Batch, solver: Solver, seed: int) -> Params:
-    """How far what adapts moves in a solve on a support set; the model stays as it is."""
-    batch = TaskBatch.of(Task(support, support))
-    problem.check_tasks(batch)
-    with InplaceEngine().session(problem, batch, width=1, seed=seed, cost=Cost()) as groups:
-        solution = next(iter(groups)).solve(solver)
-    if not bool(torch.isfinite(solution.residuals).all()):
-        raise NonFiniteError(
-            "Adaptation produced NaN or Inf: the inner steps diverge on this support"
-            f" set. Take fewer steps, or {advice_on(problem, solver)}."
-        )
-    return {name: leaf[0] for name, leaf in solution.displacement.items()}
-
-
-def _move(problem: Problem, moved: Params) -> None:
-    with torch.no_grad():
-        for name, parameter in problem.parameters.items():
-            phi = local(parameter.data)
-            phi.copy_(phi + moved[name])
-
-
-def _constants(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and is_constant(module, name)
-    ]

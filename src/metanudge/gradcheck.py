@@ -94,9 +94,7 @@ def check_gradient(
 
     def gradient(estimator: Estimator, solver: Solver) -> tuple[Tensor, Stats]:
         where = Where(solver=solver, engine=engine, seed=seed, first=0)
-        ready = NuTuner().settled(estimator, problem, batch, **where)
-        g, stats = meta_gradient(problem, batch, estimator=ready, metrics=False, **where)
-        return torch.cat([leaf.flatten() for leaf in g.values()]), stats
+        return _flat(problem, batch, estimator, where)
 
     size = sum(p.numel() for p in problem.parameters.values())
     dense = size <= LARGEST_DENSE and engine.name == "stacked"
@@ -148,14 +146,20 @@ def _differences(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ProductsWarning)  # the verdict says it
-            ready = NuTuner().settled(estimator, problem, batch, **where)
-        g, _ = meta_gradient(problem, batch, estimator=ready, metrics=False, **where)
+            flat, _ = _flat(problem, batch, estimator, where)
     except (TypeError, ValueError, RuntimeError, FloatingPointError):
         return None
-    flat = torch.cat([leaf.flatten() for leaf in g.values()]).double()
-    compared = [number for target in targets for number in _compare(flat, target)]
+    compared = [number for target in targets for number in _compare(flat.double(), target)]
     name = f'MAML(products="difference") in {precision_of(problem).value}'
     return Quality(name, None, *compared)
+
+
+def _flat(
+    problem: Problem, batch: TaskBatch, estimator: Estimator, where: Where
+) -> tuple[Tensor, Stats]:
+    ready = NuTuner().settled(estimator, problem, batch, **where)
+    g, stats = meta_gradient(problem, batch, estimator=ready, metrics=False, **where)
+    return torch.cat([leaf.flatten() for leaf in g.values()]), stats
 
 
 def _double(learner: MetaLearner) -> Problem:

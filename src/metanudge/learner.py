@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from metanudge.adapting import Adapting, Tasks
-from metanudge.engine_choice import EngineChoice, EngineName, Wish
-from metanudge.engines import Engine
+from metanudge.engine_choice import ENGINES, EngineChoice, EngineName, Wish
+from metanudge.engines import Engine, StackedEngine
 from metanudge.engines.randomness import mix
 from metanudge.engines.undisturbed import obey
 from metanudge.estimators import ESTIMATORS, FOBMAML, Estimator, Stats, meta_gradient
 from metanudge.estimators.run import Watch
+from metanudge.names import check_known
 from metanudge.objective import Loss, Metrics
 from metanudge.params import Params
 from metanudge.problem import Problem
@@ -124,7 +125,6 @@ class MetaLearner(Adapting):
         self.tuner = NuTuner()
         self._choice = EngineChoice()
         self._watch = Watch()
-        self._wish()
         self._settle(self.solver)
 
     def backward(
@@ -219,9 +219,13 @@ class MetaLearner(Adapting):
         self.calls += 1
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what is no solver or estimator where it is given."""
+        """Refuse what is no solver, estimator, engine or chunk where it is given."""
         if name == "solver":
             check_kind(value, name, "solve", EXAMPLES)
+        elif name == "engine":
+            check_known(name, value, ENGINES)
+        elif name == "chunk":
+            StackedEngine(value)
         elif name == "estimator":
             examples = {kind.__name__: f"mn.{kind.__name__}()" for kind in ESTIMATORS}
             check_kind(value, name, "accumulate", examples)

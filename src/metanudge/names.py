@@ -49,8 +49,8 @@ def near(name: object, names: Iterable[str]) -> str:
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
-def check_known(what: str, value: object, known: Sequence[str]) -> None:
-    """Raise a `ValueError` unless `value` is one of the known names.
+def check_known(what: str, value: object, known: Sequence[str], more: str = "") -> None:
+    """Raise a `ValueError` unless `value` is one of the known names; `more` is what else to do.
 
     Example:
         >>> check_known("split", "validation", ["train", "val"])
@@ -60,7 +60,8 @@ def check_known(what: str, value: object, known: Sequence[str]) -> None:
     """
     if value not in known:
         raise ValueError(
-            f"Unknown {what} {value!r}.{near(value, known)} Choose one of: {', '.join(known)}."
+            f"Unknown {what} {value!r}.{near(value, known)} Choose one of:"
+            f" {', '.join(known)}{more}."
         )
 
 

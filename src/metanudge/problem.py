@@ -66,9 +66,6 @@ class TwoLevels(Protocol):
     device: torch.device
     """Where the tensors lie."""
 
-    theta_dtypes: dict[str, torch.dtype]
-    """Dtype in which displacements are kept."""
-
     smallest_lam: float | Tensor
     """The strong convexity that is known; NaN where none is."""
 
@@ -103,7 +100,7 @@ class Problem:
             then what the proximal term learns, and inner rates.
         smallest_lam: the strong convexity that the proximal term guarantees by itself: the smallest
             λ.
-        theta_dtypes: those of displacements: the parameter's own, float32 at least.
+
         spread: over which ranks the model is spread; None where all of it is here.
     """
 
@@ -162,7 +159,7 @@ class Problem:
             else proximal_term(lam, self.parameters, regulariser, zero=zero_lam)
         )
         self.smallest_lam = self.proximal.smallest_curvature
-        self.theta_dtypes = {n: wide(p.dtype) for n, p in self.parameters.items()}
+
         self.rates = rates
         self.meta_parameters: dict[str, nn.Parameter] = {
             **trainable,
@@ -214,6 +211,16 @@ class Problem:
                 " parameter."
             )
         return self.proximal.lam
+
+    @property
+    def largest_lam(self) -> float | None:
+        """The largest λ, where there is one per parameter; waits for the device."""
+        known = self.proximal.lam.values() if isinstance(self.proximal, Diagonal) else ()
+        return max((float(leaf.max()) for leaf in known if leaf.numel()), default=None)
+
+    def buffers(self) -> Params:
+        """Copies of the model's buffers, as `functional_call` on an objective takes them."""
+        return {f"model.{n}": b.detach().clone() for n, b in self.objective.model.named_buffers()}
 
     def zero_gradient(self) -> Params:
         """A meta-gradient of zero, in float32 at least."""

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from metanudge.names import near
+from metanudge.names import check_known
 from metanudge.params import Params, wide
 from metanudge.proximal.learned import ALL, register
 
@@ -47,12 +47,8 @@ class InnerRates:
     positive: bool = True
 
     def __post_init__(self) -> None:
-        if self.per not in get_args(RatePer):
-            names = get_args(RatePer)
-            raise ValueError(
-                f"Unknown learn_lr {self.per!r}.{near(str(self.per), names)} Choose one of:"
-                f" {', '.join(names)}; leave it out for the solver's own lr."
-            )
+        more = "; leave it out for the solver's own lr"
+        check_known("learn_lr", self.per, get_args(RatePer), more)
 
 
 class LearnedRates(nn.Module):

@@ -11,6 +11,7 @@ import metanudge as mn
 from metanudge.accel.chain import Chain
 from metanudge.accel.layers import NoChain, _Halve
 from metanudge.engines import Cost, StackedEngine
+from metanudge.solvers.base import Descends
 
 ROWS = 4
 
@@ -249,3 +250,12 @@ def test_halving_can_be_differentiated_twice(length):
 def test_nan_is_not_pooled_away():
     x = torch.tensor([[float("nan"), 1.0, 1.0, float("nan")]])
     assert _Halve.apply(x, -1).isnan().all()
+
+
+def test_gradient_descent_steps_on_whole_matrices():
+    """On a CUDA device by one kernel; the other way works, too, and nobody would notice."""
+    model, tasks = problem(perceptron)
+    learner = mn.MetaLearner(model, nn.functional.cross_entropy)
+    session = StackedEngine().session(learner.problem(), tasks, width=1, seed=0, cost=Cost())
+    with session as groups:
+        assert isinstance(next(groups).oracle(), Descends)

@@ -32,7 +32,7 @@ def test_derivatives_against_autograd(nu, with_force):
     force = torch.linspace(-1, 1, 4, dtype=torch.float64)
     nudge = "gradient" if with_force else "loss" if nu else None
     oracle = BilevelInner(problem, Cost()).oracle(
-        [nu], nudge, {"phi": force.unsqueeze(0)} if with_force else None, None
+        offsets=[nu], nudge=nudge, force={"phi": force.unsqueeze(0)} if with_force else None
     )
 
     def objective(d: torch.Tensor) -> torch.Tensor:

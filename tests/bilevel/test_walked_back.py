@@ -183,3 +183,20 @@ def test_weighted_losses_of_the_steps(name: str, solver: Any):
     ]
     expected = sum(w * gradient for w, gradient in zip(weights, each, strict=True))
     assert relative_error(found.gradient, expected) < 1e-10
+
+
+def test_adam_walks_back_where_a_parameter_is_a_single_number():
+    def of(init: Tensor) -> Tensor:
+        x = torch.tensor(0.3, dtype=torch.float64)
+        found = mn.hypergradient(
+            lambda x, phi: (phi - 1).square().sum() + x.exp() * phi.square().sum(),
+            lambda x, phi: (phi - 0.2).square().sum(),
+            x,
+            init,
+            solver=OPTIMIZERS["Adam"],
+            estimator=mn.MAML(products="autograd"),
+        )
+        return found.gradient
+
+    vector = of(torch.zeros(1, dtype=torch.float64))
+    torch.testing.assert_close(of(torch.zeros((), dtype=torch.float64)), vector, rtol=1e-14, atol=0)

@@ -31,6 +31,7 @@ from metanudge.accel.layers import (
 from metanudge.accel.toolchain import triton_works
 from metanudge.accel.trunk import order_for, trunk_for
 from metanudge.accel.trunk.blocks import Block, BlockPlaces, BlockWeights, Tail, Trunk, match
+from metanudge.engines.vmapped import repeated
 from metanudge.objective import Loss, Objective
 from metanudge.params import Params
 from metanudge.problem import Problem
@@ -137,13 +138,7 @@ class Chain:
         """Sums over all sets `(rows,)` of the examples' cross-entropies times their shares; targets
         and shares are `(rows, examples)`.
         """
-        outputs = self.outputs(data, phi, into)
-        return (
-            F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(
-                targets
-            )
-            * shares
-        ).sum(1)
+        return (_cross_entropies(self.outputs(data, phi, into), targets) * shares).sum(1)
 
     def _with_trunk(self, inputs: Tensor) -> tuple[Tensor, Trunk | None]:
         """What the layers before the trunk make of the inputs, and the trunk, if there is one for
@@ -243,16 +238,7 @@ class Chain:
     def _run(self, data: Data, phi: Params, into: Params | None, steps: Steps) -> Signal:
         weights, rows = self._weights(phi), next(iter(phi.values())).shape[0]
         if data.trunk is None:
-            times = rows // data.inputs.shape[0]
-            x = Signal(
-                (
-                    data.inputs.repeat(times, *[1] * (data.inputs.ndim - 1))
-                    if times > 1
-                    else data.inputs
-                ),
-                rows,
-                False,
-            )
+            x = Signal(repeated(data.inputs, rows // len(data.inputs)), rows, False)
         else:
             assert self._trunk is not None
             blocks, place = self._trunk.blocks, self._places(into)
@@ -291,12 +277,16 @@ def losses_of_rows(objective: Objective) -> Callable[[Tensor, Tensor], Tensor]:
     def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.ndim != 3 or targets.ndim != 2 or targets.dtype != torch.long:
             return one_by_one(outputs, targets)
-        each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(
-            targets
-        )
-        return each.sum(1) / (targets != -100).sum(1)  # torch leaves examples with this label out
+        # torch leaves examples with this label out
+        return _cross_entropies(outputs, targets).sum(1) / (targets != -100).sum(1)
 
     return cross_entropy if is_cross_entropy(objective.loss) else one_by_one
+
+
+def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of all rows' examples."""
+    each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+    return each.view_as(targets)
 
 
 def is_cross_entropy(loss: Loss) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ from metanudge.accel.layers import NoChain, steps_of_problem
 from metanudge.accel.oracle import FlatOracle
 from metanudge.accel.passes import Part, Passes
 from metanudge.accel.recordings import Recordings
-from metanudge.engines.inner import Cost, Inner, Measured
+from metanudge.engines.inner import Cost, Inner, Measured, Nudging
 from metanudge.engines.randomness import Draws
 from metanudge.engines.stacked import Offer, Recorder
 from metanudge.engines.vmapped import StackedInner, explained
-from metanudge.params import Params, norm, num_rows
-from metanudge.problem import Nudge, Problem
+from metanudge.params import Params, norm, num_rows, per_row, wide
+from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import LinearSolver, Solution, Solver, unroll
 from metanudge.task import Batch, Stack
@@ -55,35 +56,22 @@ class ChainGroup(StackedInner):
 
     def zeros(self, rows: int) -> Params:
         """Zero displacements, in one matrix."""
-        dtype = next(iter(self.problem.theta_dtypes.values()))
         theta = self._passes.theta
-        return theta.like(
-            torch.zeros(rows, theta.matrix.numel(), dtype=dtype, device=self.problem.device)
-        )
+        shape, dtype = (rows, theta.matrix.numel()), wide(theta.matrix.dtype)
+        return theta.like(torch.zeros(shape, dtype=dtype, device=self.problem.device))
 
-    def oracle(
-        self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
-    ) -> FlatOracle:
+    def oracle(self, **how: Unpack[Nudging]) -> FlatOracle:
         """Oracles that work on whole matrices."""
-        force = None if force is None else self._passes.theta.holding(force)
-        at_theta = self._gradient_at_theta
-        return FlatOracle(self, offsets, nudge, force, shift, at_theta=at_theta)
+        if (force := how.get("force")) is not None:
+            how["force"] = self._passes.theta.holding(force)
+        return FlatOracle(self, self._gradient_at_theta, **how)
 
     def solve(
-        self,
-        solver: Solver,
-        *,
-        offsets: Sequence[float] = (0.0,),
-        nudge: Nudge | None = None,
-        force: Params | None = None,
-        start: Params | None = None,
-        shift: Params | None = None,
+        self, solver: Solver, *, start: Params | None = None, **how: Unpack[Nudging]
     ) -> Solution:
         """Solve from displacements in one matrix."""
         start = None if start is None else self._passes.theta.holding(start)
-        return super().solve(
-            solver, offsets=offsets, nudge=nudge, force=force, start=start, shift=shift
-        )
+        return super().solve(solver, start=start, **how)
 
     def apart(self, row: int) -> Inner:
         """One task of the group."""
@@ -95,7 +83,7 @@ class ChainGroup(StackedInner):
         self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
     ) -> tuple[Tensor, Params]:
         """Losses and gradient of f̂ + ν f for all rows."""
-        self._count(num_rows(d), offsets)
+        self.count(num_rows(d), offsets)
         return self._passes.gradient(d, self._parts(offsets, step, batch_size), step)
 
     def _gradient_at_theta(
@@ -104,7 +92,7 @@ class ChainGroup(StackedInner):
         """At θ all nudges of a task are alike: one evaluation a task serves them all, in this solve
         and in later ones.
         """
-        self._count(rows, offsets)
+        self.count(rows, offsets)
 
         def copies(which: str, size: int | None) -> Iterator[Tensor]:
             for known in self._at_theta(which, size):
@@ -114,7 +102,7 @@ class ChainGroup(StackedInner):
         if offsets is not None:
             query = copies("query", None)
             losses, g = (
-                torch.addcmul(a, b, offsets.view(-1, *[1] * (b.ndim - 1)))
+                torch.addcmul(a, b, per_row(offsets, b))
                 for a, b in zip((losses, g), query, strict=True)
             )
         return losses, self._passes.theta.like(g)
@@ -173,8 +161,7 @@ class ChainGroup(StackedInner):
 
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels know no second derivatives
             losses, g, hv = explained(self.problem, self._stack, run)
-        self._count(num_rows(d), offsets)
-        self.cost.hessian_products += num_rows(d)
+        self.count(num_rows(d), offsets, products=1)
         return losses, g, hv
 
     def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:
@@ -182,12 +169,12 @@ class ChainGroup(StackedInner):
         proximal = self.problem.proximal
         if self._omega or proximal.learned or not isinstance(proximal, Diagonal):
             return super().unrolled_gradient(solver, unrolled=unrolled)
-        force, mu = proximal.bind(self._theta, {})
+        force, mu = proximal.bind(self.theta, {})
 
         def run() -> tuple[Params, Params, list[Tensor], list[Tensor]]:
             theta = {
                 n: leaf.detach().repeat(self.tasks, *[1] * leaf.ndim).requires_grad_()
-                for n, leaf in self._theta.items()
+                for n, leaf in self.theta.items()
             }
 
             def moved(d: Params) -> Params:
@@ -231,7 +218,7 @@ class ChainGroup(StackedInner):
 
         with sdpa_kernel(SDPBackend.MATH):
             g, d, losses, residuals = explained(self.problem, self._stack, run)
-        return g, self._unrolled(d, torch.stack(losses), torch.stack(residuals), unrolled)
+        return g, self._unrolled(d, losses, residuals, unrolled)
 
     def measure_query(self, d: Params | None, shift: Params | None = None) -> Measured:
         """Query loss and accuracy at θ + d for all rows."""

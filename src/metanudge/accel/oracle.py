@@ -6,15 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from metanudge.accel.flat import Flat
 from metanudge.accel.toolchain import triton_works
-from metanudge.engines.inner import Inner, NudgedOracle
-from metanudge.params import Params, norm
-from metanudge.problem import Nudge, TwoLevels
+from metanudge.engines.inner import Inner, NudgedOracle, Nudging
+from metanudge.params import Params, norm, wide
+from metanudge.problem import TwoLevels
 from metanudge.proximal import Diagonal
 
 AtTheta = Callable[[int, Tensor | None, int | None], tuple[Tensor, Params]]
@@ -30,17 +31,8 @@ class FlatOracle(NudgedOracle):
 
     force: Flat | None
 
-    def __init__(
-        self,
-        inner: Inner,
-        offsets: list[float],
-        nudge: Nudge | None,
-        force: Flat | None,
-        shift: Params | None,
-        *,
-        at_theta: AtTheta,
-    ) -> None:
-        super().__init__(inner, offsets, nudge, force, shift)
+    def __init__(self, inner: Inner, at_theta: AtTheta, **how: Unpack[Nudging]) -> None:
+        super().__init__(inner, **how)
         self._at_theta = at_theta
         self._start: Params | None = None  # the zeros handed out, until a gradient is asked for
 
@@ -60,9 +52,7 @@ class FlatOracle(NudgedOracle):
     def complete(self, g: Params, d: Params) -> None:
         """Add proximal term and linear nudge to the data's gradient, in place."""
         proximal = self.inner.problem.proximal
-        if not isinstance(g, Flat):
-            super().complete(g, d)
-            return
+        assert isinstance(g, Flat)
         if isinstance(d, Flat) and isinstance(proximal, Diagonal) and proximal.common is not None:
             g.matrix.addcmul_(d.matrix, proximal.common)
         else:
@@ -75,11 +65,8 @@ class FlatOracle(NudgedOracle):
     ) -> tuple[Tensor, Tensor]:
         """d ← d − lr ∇g(d), in place; data losses and ‖∇g‖ at the old d."""
         loss, g = self.data_gradient(d, step, batch_size)
-        if not isinstance(d, Flat) or not isinstance(g, Flat):
-            self.complete(g, d)
-            for name, leaf in d.items():
-                leaf.add_(g[name], alpha=-lr)
-            return loss, norm(g)
+        assert isinstance(d, Flat)
+        assert isinstance(g, Flat)
         lam = _lam_of_kernel(self.inner.problem) if self.shift is None else None
         if lam is not None:
             from metanudge.accel.step import step as descend
@@ -88,7 +75,7 @@ class FlatOracle(NudgedOracle):
             return loss, descend(d.matrix, g.matrix, lam, pull, self.pull_scale, lr)
         self.complete(g, d)
         d.matrix.add_(g.matrix, alpha=-lr)
-        return loss, torch.linalg.vector_norm(g.matrix, dim=1)
+        return loss, norm(g)
 
     @cached_property
     def pull(self) -> Flat | None:
@@ -105,6 +92,6 @@ def _lam_of_kernel(problem: TwoLevels) -> Tensor | None:
     """λ, where one kernel takes a whole step."""
     proximal = problem.proximal
     on_cuda = problem.device.type == "cuda" and triton_works()
-    if not on_cuda or set(problem.theta_dtypes.values()) != {torch.float32}:
+    if not on_cuda or {wide(p.dtype) for p in problem.parameters.values()} != {torch.float32}:
         return None
     return proximal.common if isinstance(proximal, Diagonal) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -15,11 +15,10 @@ from torch.utils import _pytree as pytree
 
 from metanudge.bilevel.problem import Bilevel, Level
 from metanudge.engines import Cost, Inner, Measured
-from metanudge.engines.inner import NudgedOracle
+from metanudge.engines.inner import NudgedOracle, Nudging
 from metanudge.engines.once import NoSecondDerivative, refuse_once_differentiable
 from metanudge.estimators import NonFiniteError
 from metanudge.params import Params, flatten, norm, wide
-from metanudge.problem import Nudge
 from metanudge.solvers.base import LinearSolver, Solution, Trace, unroll
 from metanudge.solvers.conjugate_gradient import LinearSolve
 
@@ -54,11 +53,11 @@ class BilevelInner(Inner):
 
     problem: Bilevel
     reports_solution = True
-    nudges_at_once = 1
     solution: Solution
 
     def __init__(self, problem: Bilevel, cost: Cost) -> None:
         super().__init__(problem, [0], cost)
+        self.theta = problem.parameters
         self.linear_residual: float | None = None
         self.depends_on_x = False
         self._settled: Params | None = None
@@ -66,15 +65,14 @@ class BilevelInner(Inner):
 
     # --------------------------------------------------------------------------------------- solves
 
-    def oracle(
-        self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
-    ) -> NudgedOracle:
+    def oracle(self, **how: Unpack[Nudging]) -> NudgedOracle:
         """A shift moves x, and with it the problem itself."""
         self._forget()
-        inner = self
-        if shift is not None:
-            inner = BilevelInner(self.problem.moved(shift), self.cost)
-        return NudgedOracle(inner, offsets, nudge if offsets[0] else None, force, None)
+        shift = how.pop("shift", None)
+        if not how.get("offsets", (0.0,))[0]:
+            how["nudge"] = None
+        moved = self if shift is None else BilevelInner(self.problem.moved(shift), self.cost)
+        return NudgedOracle(moved, **how)
 
     def verify(self, solution: Solution, offsets: Sequence[float]) -> None:
         """The solution must be finite; a line search may have seen other points on its way."""
@@ -125,15 +123,6 @@ class BilevelInner(Inner):
     def stream(self, meta_step: int, row: int) -> tuple[int, ...]:
         """One task, and no meta-steps."""
         return (0,)
-
-    def apart(self, row: int) -> Inner:
-        """It is one row already."""
-        return self
-
-    @property
-    def theta(self) -> Params:
-        """Where solves start."""
-        return self.problem.parameters
 
     # ---------------------------------------------------------------------------- first derivatives
 
@@ -277,7 +266,7 @@ class BilevelInner(Inner):
 
     def unrolled_gradient(self, solver: LinearSolver, *, unrolled: int) -> tuple[Params, Solution]:
         """d f(x, φ_K(x)) / dx, backwards through the steps."""
-        trace, mu = Trace(self.oracle([0.0], None, None, None)), self.problem.smallest_lam
+        trace, mu = Trace(self.oracle()), self.problem.smallest_lam
         x = _variables(self.problem.shared)
 
         def gradient(d: Params, step: int) -> Params:
@@ -293,8 +282,7 @@ class BilevelInner(Inner):
         self.cost.query_gradients += 1
         self.cost.hessian_products += unrolled
         end = {n: leaf.detach() for n, leaf in d.items()}
-        steps = torch.full((1,), solver.steps)
-        return _as_rows(_filled(found, x)), trace.solution(end, steps)
+        return _as_rows(_filled(found, x)), trace.solution(end, solver.steps)
 
 
 def second_gradients(value: Tensor, by: Params, *, retain_graph: bool | None = None) -> Gradients:

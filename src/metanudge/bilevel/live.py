@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metanudge.bilevel.inner import Gradients, gradients, second_gradients
+from metanudge.bilevel.problem import scalar_of
 from metanudge.engines import Cost
 from metanudge.engines.once import refuse_once_differentiable
 from metanudge.engines.randomness import generators
@@ -22,7 +23,7 @@ from metanudge.params import Params, norm, wide, zeros_like
 from metanudge.solvers.adjoint import Adjoint, Point, PulledBack
 from metanudge.solvers.optimizer_update import Rule, Still, pulled_through, rules_of
 from metanudge.solvers.trajectory import as_it_is, chosen, moved, to_host
-from metanudge.task import describe, kind_of
+from metanudge.task import describe
 
 Loss = Callable[[Any], Tensor]
 Where = Literal["auto", "device", "host"]
@@ -236,7 +237,6 @@ class Steps:
         """The upper loss after the last step, its gradient by what moves, and by the upper
         variables.
         """
-        obey()
         value = _scalar("upper_loss", loss, batch)
         found = gradients(value, self.problem.parameters | self.problem.shared)
         self.cost.query_gradients += 1
@@ -321,7 +321,6 @@ class Steps:
         return {n: _row(found.pop(n), t) for n, t in tensors.items()}
 
     def _lower_loss(self, batch: Any, step: int) -> Tensor:
-        obey()
         return _scalar("lower_loss", self.problem.loss, batch, f" in step {step}")
 
 
@@ -334,14 +333,7 @@ def _row(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _scalar(name: str, loss: Loss, batch: Any, when: str = "") -> Tensor:
-    try:
-        value = loss(batch)
-    except Exception as error:
-        error.add_note(f"It happened in {name}(batch){when} with {describe(batch)}.")
-        raise
-    if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
-        raise TypeError(
-            f"{name}(batch) must return a floating scalar tensor, got {kind_of(value)}. Reduce it"
-            " with .mean() or .sum(), and do not turn it into a number with float() or .item()."
-        )
-    return value
+    obey()
+    return scalar_of(
+        f"{name}(batch)", lambda: loss(batch), lambda: f"{when} with {describe(batch)}"
+    )

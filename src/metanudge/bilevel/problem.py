@@ -52,7 +52,7 @@ class Bilevel:
         self.shared, self.parameters = x.tensors, init.tensors
         self.proximal: Proximal = Absent(math.nan if strong_convexity is None else strong_convexity)
         self.smallest_lam = self.proximal.smallest_curvature
-        self.theta_dtypes = {n: wide(t.dtype) for n, t in self.parameters.items()}
+
         self.device = next(iter(self.parameters.values())).device
         self.draws = Draws(seed, self.device)
 
@@ -74,23 +74,32 @@ class Bilevel:
         """The value of one function, with whatever graph x and φ bring; `step` chooses its random
         numbers.
         """
-        try:
-            with self.draws.seeded(step, "support" if level == "inner" else "query"):
-                value = self._functions[level](self._x_tree.build(x), self._phi_tree.build(phi))
-        except Exception as error:
-            error.add_note(f"It happened in {level}(x, phi) with {_shapes(x)} and {_shapes(phi)}.")
-            raise
-        if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
-            got = (
-                f"a tensor of {describe(value)}"
-                if isinstance(value, Tensor)
-                else type(value).__name__
+        function = self._functions[level]
+        with self.draws.seeded(step, "support" if level == "inner" else "query"):
+            return scalar_of(
+                f"{level}(x, phi)",
+                lambda: function(self._x_tree.build(x), self._phi_tree.build(phi)),
+                lambda: f" with {_shapes(x)} and {_shapes(phi)}",
             )
-            raise TypeError(
-                f"{level}(x, phi) must return a floating scalar tensor, got {got}. Reduce it with"
-                " .mean() or .sum(), and do not turn it into a number with float() or .item()."
-            )
-        return value
+
+
+def scalar_of(call: str, run: Callable[[], Any], where: Callable[[], str]) -> Tensor:
+    """What a function of the user's returns, which must be a scalar; should it raise, the error
+    says where.
+    """
+    try:
+        value = run()
+    except Exception as error:
+        error.add_note(f"It happened in {call}{where()}.")
+        raise
+    if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
+        tensor = isinstance(value, Tensor)
+        got = f"a tensor of shape {describe(value)}" if tensor else type(value).__name__
+        raise TypeError(
+            f"{call} must return a floating scalar tensor, got {got}. Reduce it with .mean() or"
+            " .sum(), and do not turn it into a number with float() or .item()."
+        )
+    return value
 
 
 def _shapes(tensors: Params) -> str:

@@ -140,8 +140,8 @@ def hypergradient(
     lower, upper = found.at("inner", d), found.at("outer", d)
     signal, linear = float(norm(upper.by_phi)), found.linear_residual
     return Hypergradient(
-        gradient=x_tree.build_alone(
-            {n: leaf.to(problem.shared[n].dtype) for n, leaf in total.gradient.items()}
+        gradient=x_tree.build(
+            {n: leaf.to(problem.shared[n].dtype) for n, leaf in total.gradient.items()}, alone=True
         ),
         phi=init_tree.build(problem.phi(d)),
         outer=float(upper.value),

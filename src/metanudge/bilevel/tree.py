@@ -57,15 +57,10 @@ class Tree:
                 " list or tuple of tensors; for a module, dict(module.named_parameters())."
             )
 
-    def build(self, tensors: Params) -> Any:
-        """The structure with these tensors in place of its variables."""
-        pairs = zip(self._names, self._leaves, strict=True)
-        leaves = [leaf if n is None else tensors[n] for n, leaf in pairs]
-        return pytree.tree_unflatten(leaves, self._spec)
-
-    def build_alone(self, tensors: Params) -> Any:
-        """The structure with these tensors in place of its variables, and None in place of its
-        constants.
+    def build(self, tensors: Params, *, alone: bool = False) -> Any:
+        """The structure with these tensors in place of its variables; `alone`: and None in place of
+        its constants.
         """
-        leaves = [None if n is None else tensors[n] for n in self._names]
+        pairs = zip(self._names, self._leaves, strict=True)
+        leaves = [(None if alone else leaf) if n is None else tensors[n] for n, leaf in pairs]
         return pytree.tree_unflatten(leaves, self._spec)

@@ -4,12 +4,9 @@ what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch.func import functional_call
 
 from metanudge.objective import LossError
@@ -21,35 +18,26 @@ class StackingError(RuntimeError):
     """A model that runs on its own but not under `torch.func.vmap`."""
 
 
-@contextmanager
-def innermost_module(model: nn.Module, found: list[str]) -> Iterator[None]:
-    """Put the name of the innermost sub-module that is running when an error flies into `found`."""
+def where_it_fails(problem: Problem, run: Callable[[], object]) -> str | None:
+    """Run again and name the innermost sub-module that is running when it fails; None when that
+    cannot be told.
+    """
     running: list[str] = []
     handles = []
-    for name, module in model.named_modules():
+    for name, module in problem.objective.model.named_modules():
         label = f"{name or 'the model itself'} ({type(module).__name__})"
         handles.append(
             module.register_forward_pre_hook(lambda *_, label=label: running.append(label))
         )
         handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
     try:
-        yield
+        with torch.no_grad():
+            run()
     except Exception:
-        found.extend(running[-1:])
-        raise
+        return running[-1] if running else None
     finally:
         for handle in handles:
             handle.remove()
-
-
-def where_it_fails(problem: Problem, run: Any) -> str | None:
-    """Run again and name the sub-module in which it fails; None when that cannot be told."""
-    found: list[str] = []
-    try:
-        with innermost_module(problem.objective.model, found), torch.no_grad():
-            run()
-    except Exception:
-        return found[0] if found else None
     return None
 
 
@@ -60,9 +48,8 @@ def model_refuses(problem: Problem, batch: Batch, which: str, error: Exception) 
     """
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return error
-    buffers = {f"model.{n}": b.detach().clone() for n, b in problem.objective.model.named_buffers()}
     objective = problem.objective_of(which)
-    place = where_it_fails(problem, lambda: functional_call(objective, buffers, (batch,)))
+    place = where_it_fails(problem, lambda: functional_call(objective, problem.buffers(), (batch,)))
     return ValueError(
         f"Model or loss failed on the {which} data of a task ({describe(batch)}):"
         f" {_first_line(error)}. It happened in {place or 'the loss, or after the model'}. Check"
@@ -70,7 +57,7 @@ def model_refuses(problem: Problem, batch: Batch, which: str, error: Exception) 
     )
 
 
-def cannot_stack(problem: Problem, run: Any, error: Exception) -> StackingError:
+def cannot_stack(problem: Problem, run: Callable[[], object], error: Exception) -> StackingError:
     """What to raise when the model runs by itself but not on the stacked engine."""
     place = (
         where_it_fails(problem, run)
@@ -88,7 +75,7 @@ def diagnosed(
     """What to raise when a stacked run fails: tell a model that refuses its data from one that
     cannot be stacked, which runs by itself.
     """
-    buffers = {f"model.{n}": b.detach().clone() for n, b in problem.objective.model.named_buffers()}
+    buffers = problem.buffers()
     for which, batch in (("support", task.support), ("query", task.query)):
         try:
             with torch.no_grad():

@@ -11,17 +11,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metanudge.params import Params, dot, flatten, per_row, tiled, unflatten
+from metanudge.params import Params, dot, flatten, per_row, tiled, unflatten, wide
 from metanudge.problem import Nudge, TwoLevels
+from metanudge.solvers import trajectory
 from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
 from metanudge.solvers.conjugate_gradient import LinearSolve
-from metanudge.solvers.rated import solve_rated
+from metanudge.solvers.rated import update_of
 from metanudge.spread import local
 
 T = TypeVar("T")
@@ -49,6 +50,23 @@ class Measured:
     extra: Params = field(default_factory=dict)
 
 
+class Nudging(TypedDict, total=False):
+    """Which nudged problems of every task are solved; by default the un-nudged one.
+
+    Attributes:
+        offsets: the ν of each nudge.
+        nudge: `"loss"` adds ν·(query loss), `"gradient"` adds ν·⟨force, φ⟩, None adds nothing.
+        force: ∇f(φ_0) of each task, for the gradient nudge.
+        shift: moves θ itself (start and centre) by this much, `(rows, ...)`; in a bilevel
+            problem x.
+    """
+
+    offsets: Sequence[float]
+    nudge: Nudge | None
+    force: Params | None
+    shift: Params | None
+
+
 class Inner(ABC):
     """A group of tasks on one engine, or a bilevel problem as a group of one.
 
@@ -61,12 +79,16 @@ class Inner(ABC):
         columns_at_once: how many columns of a Hessian it makes side by side.
         unrolls: whether it knows `unrolled_gradient`.
         path: how it takes gradients, and why not faster, for people.
+        nudges_at_once: how many nudged problems of one task are solved side by side.
+        theta: the meta-parameters that adapt.
     """
 
     reports_solution = False
     columns_at_once = 1
     unrolls = True
     path = ""
+    nudges_at_once = 1
+    theta: Params
 
     def __init__(self, problem: TwoLevels, places: Sequence[int], cost: Cost) -> None:
         self.problem = problem
@@ -78,51 +100,45 @@ class Inner(ABC):
         """Number of tasks in the group."""
         return len(self.places)
 
+    def count(self, rows: int, offsets: Tensor | None, *, products: int = 0) -> None:
+        """So many rows were evaluated, with the query loss where there are offsets, and each
+        Hessian multiplied with so many vectors.
+        """
+        self.cost.support_gradients += rows
+        self.cost.query_gradients += rows if offsets is not None else 0
+        self.cost.hessian_products += rows * products
+
     def zeros(self, rows: int) -> Params:
         """Zero displacements."""
-        dtypes, device = self.problem.theta_dtypes, self.problem.device
         return {
-            n: torch.zeros((rows, *local(p).shape), dtype=dtypes[n], device=device)
+            n: torch.zeros((rows, *local(p).shape), dtype=wide(p.dtype), device=p.device)
             for n, p in self.problem.parameters.items()
         }
 
     def solve(
-        self,
-        solver: Solver,
-        *,
-        offsets: Sequence[float] = (0.0,),
-        nudge: Nudge | None = None,
-        force: Params | None = None,
-        start: Params | None = None,
-        shift: Params | None = None,
+        self, solver: Solver, *, start: Params | None = None, **how: Unpack[Nudging]
     ) -> Solution:
         """Solve the (nudged) inner problem of every task for every offset.
 
         Args:
-            offsets: the ν of each nudge.
-            nudge: `"loss"` adds ν·(query loss), `"gradient"` adds ν·⟨force, φ⟩, None adds nothing.
-            force: ∇f(φ_0) of each task, for the gradient nudge.
             start: displacements to start from, `(rows, ...)`; overwritten.
-            shift: moves θ itself (start and centre) by this much, `(rows, ...)`; in a bilevel
-                problem x.
+            how: see `Nudging`.
         """
-        oracle, rates = self.oracle(list(offsets), nudge, force, shift), self.problem.rates
+        oracle, rates = self.oracle(**how), self.problem.rates
         if rates is None:
             solution = solver.solve(oracle, start)
         else:
             assert start is None
-            solution = solve_rated(solver, oracle, rates)
-        self.verify(solution, offsets)
+            solution, _ = trajectory.solve(update_of(solver, oracle, rates), oracle, last=0)
+        self.verify(solution, oracle.offsets)
         return solution
 
     def verify(self, solution: Solution, offsets: Sequence[float]) -> None:  # noqa: B027 (to look at it would wait for the device)
         """Raise where a solve gave no solution."""
 
-    def oracle(
-        self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
-    ) -> NudgedOracle:
+    def oracle(self, **how: Unpack[Nudging]) -> NudgedOracle:
         """The nudged problems as solvers see them."""
-        return NudgedOracle(self, offsets, nudge, force, shift)
+        return NudgedOracle(self, **how)
 
     def parts(self, nudges: Sequence[T]) -> Iterator[Sequence[T]]:
         """What describes the nudges, one by one, in the portions that this engine solves at
@@ -175,16 +191,6 @@ class Inner(ABC):
             return self.zeros(self.tasks) if d is None else d
         return shift if d is None else {n: leaf + shift[n] for n, leaf in d.items()}
 
-    @property
-    @abstractmethod
-    def nudges_at_once(self) -> int:
-        """How many nudged problems of one task are solved side by side."""
-
-    @property
-    @abstractmethod
-    def theta(self) -> Params:
-        """The meta-parameters that adapt."""
-
     @abstractmethod
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
         """∇f(θ + d), rows as in `d`; its cost is one query gradient a row. With `shared` also the
@@ -230,12 +236,11 @@ class Inner(ABC):
     ) -> tuple[Tensor, Params, Params]:
         """Losses, gradient, and Hessian of f̂(θ + d) + ν f(θ + d) times v."""
 
+    @abstractmethod
     def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
         """∇f̂(θ + d) in an inner step by all that it depends on: what adapts and, row by row, the
         shared parameters.
         """
-        assert not self.problem.shared
-        return self.data_gradient(d, None, step, batch_size)[1]
 
     def support_difference(
         self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None
@@ -256,14 +261,13 @@ class Inner(ABC):
                     total[name] = part * sign if known is None else known.add_(part, alpha=sign)
         return total
 
+    @abstractmethod
     def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
         """How `support_gradient` changes as φ moves along v: second derivatives of f̂ times v."""
-        assert not self.problem.shared
-        return self.data_hvp(d, v, None, step, batch_size)[2]
 
-    @abstractmethod
     def apart(self, row: int) -> Inner:
-        """The group's task of this row on its own."""
+        """The group's task of this row on its own; a group of one is that already."""
+        return self
 
 
 class NudgedOracle:
@@ -274,10 +278,11 @@ class NudgedOracle:
     def __init__(
         self,
         inner: Inner,
-        offsets: list[float],
-        nudge: Nudge | None,
-        force: Params | None,
-        shift: Params | None,
+        *,
+        offsets: Sequence[float] = (0.0,),
+        nudge: Nudge | None = None,
+        force: Params | None = None,
+        shift: Params | None = None,
     ) -> None:
         self.inner = inner
         self.offsets = offsets
@@ -286,13 +291,9 @@ class NudgedOracle:
         self.shift = shift
         self.nu: Tensor | None = None
         if nudge == "loss":
-            dtype = next(iter(inner.problem.theta_dtypes.values()))
-            self.nu = torch.cat(
-                [
-                    torch.full((inner.tasks,), nu, dtype=dtype, device=inner.problem.device)
-                    for nu in offsets
-                ]
-            )
+            first = next(iter(inner.problem.parameters.values()))
+            like = torch.empty(inner.tasks, dtype=wide(first.dtype), device=first.device)
+            self.nu = torch.cat([torch.full_like(like, nu) for nu in offsets])
         # of a linear nudge with a single ν; with several it is in `pull`
         self.pull_scale = offsets[0] if nudge == "gradient" and len(offsets) == 1 else 1.0
 
@@ -318,6 +319,10 @@ class NudgedOracle:
         """The displacement of θ itself."""
         return self.inner.zeros(self.rows)
 
+    def begin(self, start: Params | None) -> Params:
+        """Where those begin that descend."""
+        return self.zeros() if start is None else start
+
     def gradient(
         self, d: Params, step: int = 0, batch_size: int | None = None
     ) -> tuple[Tensor, Params]:
@@ -331,9 +336,7 @@ class NudgedOracle:
         return self.inner.data_gradient(self._place(d), self.nu, step, batch_size)
 
     def complete(self, g: Params, d: Params) -> None:
-        """Add proximal term and linear nudge to the data's gradient, or to some leaves of it, in
-        place.
-        """
+        """Add proximal term and linear nudge to the data's gradient, in place."""
         self.inner.problem.proximal.add_force(g, d, self.theta)
         if self.pull is not None:
             for name, leaf in g.items():
@@ -374,10 +377,10 @@ class NudgedOracle:
 
         return [
             self.inner.apart(r % tasks).oracle(
-                [self.offsets[r // tasks]],
-                self.nudge,
-                pick(self.force, r % tasks),
-                pick(self.shift, r),
+                offsets=[self.offsets[r // tasks]],
+                nudge=self.nudge,
+                force=pick(self.force, r % tasks),
+                shift=pick(self.shift, r),
             )
             for r in range(self.rows)
         ]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metanudge.engines.descent import Descent, Forces, Listener, row, take_gradient
 from metanudge.engines.diagnosis import model_refuses
-from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle
+from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle, Nudging
 from metanudge.engines.once import refuse_once_differentiable
 from metanudge.engines.packed import PackedParams, names_to_pack, pack, place, zeros
 from metanudge.engines.randomness import Draws, minibatch
@@ -35,7 +35,7 @@ from metanudge.engines.ranks import check_solver, check_tasks, refuse_products
 from metanudge.engines.undisturbed import Guard, claimed, restored, uninterrupted
 from metanudge.objective import LossError, check_seen, metrics_of_rows
 from metanudge.params import Params
-from metanudge.problem import Nudge, Problem
+from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import Solution, Solver
 from metanudge.spread import agreed
@@ -102,6 +102,7 @@ class InplaceInner(Inner):
         self._guard = guard
         self._listener = listener
         self._draws = draws
+        self.theta = guard.theta
         if problem.spread is not None:
             self.path = f"parameters spread over {problem.spread.ranks} ranks"
 
@@ -111,11 +112,6 @@ class InplaceInner(Inner):
             check_solver(solver)
         return super().solve(solver, **how)
 
-    @property
-    def nudges_at_once(self) -> int:
-        """One."""
-        return 1
-
     def data_gradient(
         self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
     ) -> tuple[Tensor, Params]:
@@ -124,21 +120,19 @@ class InplaceInner(Inner):
         """
         self._write(d)
         total = self._backward(self._support(step, batch_size), step, "support", None)
-        self.cost.support_gradients += 1
         if offsets is not None:
             total = total + self._backward(self._task.query, step, "query", offsets[0])
-            self.cost.query_gradients += 1
+        self.count(1, offsets)
         return total.reshape(1), self._collect()
 
-    def oracle(
-        self, offsets: list[float], nudge: Nudge | None, force: Params | None, shift: Params | None
-    ) -> NudgedOracle:
+    def oracle(self, **how: Unpack[Nudging]) -> NudgedOracle:
         """Without a shift of θ, oracles that descend without a whole gradient; the proximal term
         must act parameter by parameter.
         """
-        if shift is not None or not isinstance(self.problem.proximal, Diagonal):
-            return super().oracle(offsets, nudge, force, shift)
-        return InplaceOracle(self, offsets, nudge, force, None)
+        shifted = how.get("shift") is not None
+        if shifted or not isinstance(self.problem.proximal, Diagonal):
+            return super().oracle(**how)
+        return InplaceOracle(self, **how)
 
     def descend(
         self,
@@ -152,23 +146,17 @@ class InplaceInner(Inner):
         """One step of gradient descent; losses and norm of the gradient at the old d."""
         self._write(d)
         parts, waiting = 1 if offsets is None else 2, self._listener.waiting
-        descent = Descent(self.problem.parameters, self._guard.theta, d, lr, forces, parts=parts)
+        descent = Descent(self.problem.parameters, self.theta, d, lr, forces, parts=parts)
         if forces.pull is not None:  # a fourth copy, which d makes room for
             descent.pack(n for n in self._listener.names if self._guard.holds_still(n))
         with self._listener.handing_to(descent.take):
             total = self._backward(self._support(step, batch_size), step, "support", None)
-            self.cost.support_gradients += 1
             descent.gather(waiting)
             if offsets is not None:
                 total = total + self._backward(self._task.query, step, "query", offsets[0])
-                self.cost.query_gradients += 1
                 descent.gather(waiting)
+        self.count(1, offsets)
         return total.reshape(1), descent.finish()
-
-    @property
-    def theta(self) -> Params:
-        """θ."""
-        return self._guard.theta
 
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
         """∇f(θ + d)."""
@@ -185,21 +173,16 @@ class InplaceInner(Inner):
         self._write(d)
         with self._guard.sharing(adapting=False):
             self._backward(self._task.support, 0, "support", None)
-            self.cost.support_gradients += 1
             if offsets is not None:
                 self._backward(self._task.query, 0, "query", offsets[0])
-                self.cost.query_gradients += 1
+        self.count(1, offsets)
         return {n: leaf.mul_(weights[0]) for n, leaf in self._collect(self.problem.shared).items()}
 
     def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
         """By all that requires grad, in one backward pass."""
-        if not self.problem.shared:
-            return super().support_gradient(d, step, batch_size)
-        self._write(d)
         with self._guard.sharing():
-            self._backward(self._support(step, batch_size), step, "support", None)
-        self.cost.support_gradients += 1
-        return self._collect() | self._collect(self.problem.shared)
+            g = self.data_gradient(d, None, step, batch_size)[1]
+        return g | self._collect(self.problem.shared)
 
     def support_difference(
         self, d: Params, v: Params, epsilon: Tensor, step: int, batch_size: int | None
@@ -207,28 +190,19 @@ class InplaceInner(Inner):
         """Two backward passes into the same `.grad`, the second one with the other sign."""
         batch, shared = self._support(step, batch_size), self.problem.shared
         size = float(epsilon)  # waits for the device; but a number moves many tensors at once
-        with self._guard.sharing() if shared else nullcontext():
+        with self._guard.sharing():
             for sign in (1.0, -1.0):
                 self._write(d, v, sign * size)
-                self._backward(
-                    batch, step, "support", torch.tensor(sign, device=self.problem.device)
-                )
-                self.cost.support_gradients += 1
-        return self._collect() | (self._collect(shared) if shared else {})
+                scale = torch.tensor(sign, device=self.problem.device)
+                self._backward(batch, step, "support", scale)
+        self.count(2, None)
+        return self._collect() | self._collect(shared)
 
     def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
         """By all that requires grad, in one double backward."""
-        if not self.problem.shared:
-            return super().support_hvp(d, v, step, batch_size)
-        refuse_products(self.problem)
-        self._write(d)
-        with self._guard.sharing(), sdpa_kernel(SDPBackend.MATH):
-            loss = self._loss(self._support(step, batch_size), step, "support")
-            self._bend(loss, v)
-        self.cost.support_gradients += 1
-        self.cost.hessian_products += 1
-        self._guard.restore_buffers()
-        return self._collect() | self._collect(self.problem.shared)
+        with self._guard.sharing():
+            hv = self.data_hvp(d, v, None, step, batch_size)[2]
+        return hv | self._collect(self.problem.shared)
 
     def _bend(self, loss: Tensor, v: Params) -> list[Tensor]:
         """Leave the gradient of ⟨∇_φ loss, v⟩ in the module; returns ∇_φ loss."""
@@ -281,20 +255,14 @@ class InplaceInner(Inner):
             if offsets is not None:
                 total = total + offsets[0] * self._loss(self._task.query, step, "query")
             g = self._bend(total, v)
-        self.cost.support_gradients += 1
-        self.cost.query_gradients += 0 if offsets is None else 1
-        self.cost.hessian_products += 1
+        self.count(1, offsets, products=1)
         self._guard.restore_buffers()
         first = {n: row(leaf) for n, leaf in zip(self.problem.parameters, g, strict=True)}
         return total.detach().reshape(1), first, self._collect()
 
-    def apart(self, row: int) -> Inner:
-        """A group of one is apart already."""
-        return self
-
     def _write(self, d: Params | None, along: Params | None = None, by: float = 0.0) -> None:
         """Put φ = θ + d into the module, or φ moved further along a direction."""
-        theta = self._guard.theta
+        theta = self.theta
         packed = d.packed if isinstance(d, PackedParams) else {}
         together: Params = {}  # one kernel for many; large ones are read and written once instead
         with torch.no_grad():
@@ -385,7 +353,7 @@ class InplaceOracle(NudgedOracle):
         """With displacements of large 16-bit parameters in 24 bits."""
         parameters = self.inner.problem.parameters
         if not (names := names_to_pack(parameters)):
-            return self.zeros() if start is None else start
+            return super().begin(start)
         return zeros(parameters, names, rows=True) if start is None else pack(start, names)
 
     def descend(

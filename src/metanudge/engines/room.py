@@ -11,6 +11,7 @@ from torch.func import functional_call
 from metanudge.engines.randomness import Draws
 from metanudge.engines.undisturbed import tensors_kept
 from metanudge.problem import Problem
+from metanudge.solvers.trajectory import free_memory as free_memory
 from metanudge.task import Batch, Task
 
 _SHARE = 0.7  # of the free memory; the rest is for the optimizer, the caller and fragments
@@ -28,12 +29,6 @@ def bytes_per_row(problem: Problem, task: Task, *, graphs: int = 0) -> int:
     parameters = sum(p.numel() * p.element_size() for p in problem.parameters.values())
     # A gradient with a graph behind it keeps about as much again for each of its two passes.
     return int(_KEPT * (support * max(1, 3 * graphs) + query)) + _COPIES * parameters
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that torch can still have on a CUDA device, its own unused reserves included."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def rows_that_fit(per_row: int, free: int) -> int:
@@ -61,7 +56,6 @@ def _kept_by(problem: Problem, batch: Batch) -> int:
         if place not in known:
             kept[place] = max(kept.get(place, 0), tensor.numel() * tensor.element_size())
 
-    buffers = {f"model.{n}": b.clone() for n, b in problem.objective.model.named_buffers()}
     watch = torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing)
     try:
         with (
@@ -70,7 +64,7 @@ def _kept_by(problem: Problem, batch: Batch) -> int:
             tensors_kept(problem.modules),
             watch,
         ):
-            functional_call(problem.objective, buffers, (batch,))
+            functional_call(problem.objective, problem.buffers(), (batch,))
     finally:
         alive.clear()  # they have the graph, which has `note`, which has them
     return sum(kept.values())

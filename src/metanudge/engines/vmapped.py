@@ -26,7 +26,7 @@ from metanudge.engines.randomness import Draws, minibatch
 from metanudge.objective import LossError, check_seen, metrics_of_rows
 from metanudge.params import Params, num_rows
 from metanudge.problem import Problem
-from metanudge.solvers.base import LinearSolver, Solution, bound, unroll
+from metanudge.solvers.base import LinearSolver, Solution, Trace, unroll
 from metanudge.task import Batch, Stack, map_tensors, num_examples
 
 Which = Literal["support", "query"]
@@ -52,9 +52,9 @@ class StackedInner(Inner):
     ) -> None:
         super().__init__(problem, stack.places, cost)
         self._stack = stack
-        self._nudges_at_once = nudges_at_once
+        self.nudges_at_once = nudges_at_once
         self._draws = draws
-        self._theta = problem.theta
+        self.theta = problem.theta
         self._omega = {n: p.detach() for n, p in problem.shared.items()}
         model = problem.objective.model
         self._buffers = {f"model.{n}": b.detach() for n, b in model.named_buffers()}
@@ -64,40 +64,26 @@ class StackedInner(Inner):
             m.training and next(m.buffers(recurse=False), None) is not None for m in model.modules()
         )
 
-    @property
-    def nudges_at_once(self) -> int:
-        """As many as the chunk allows."""
-        return self._nudges_at_once
-
     def data_gradient(
         self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
     ) -> tuple[Tensor, Params]:
         """Losses and gradient of f̂ + ν f for all rows."""
-        rows = num_rows(d)
-        self._count(rows, offsets)
+        self.count(num_rows(d), offsets)
         slope = partial(self._slope, step=step)
-        g, losses = self._over_rows(
-            slope, rows, (d, offsets), step, batch_size, with_query=offsets is not None
-        )
+        g, losses = self._over_rows(slope, (d, offsets), step, batch_size)
         return losses, g
-
-    @property
-    def theta(self) -> Params:
-        """θ."""
-        return self._theta
 
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
         """∇f(θ + d) for all rows."""
-        rows = num_rows(d)
-        self.cost.query_gradients += rows
+        self.cost.query_gradients += num_rows(d)
         if shared and self._omega:
             leaves = {n: leaf.detach().requires_grad_() for n, leaf in d.items()}
             omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
 
             def both(data: Data, d: Params) -> Tensor:
-                return self._loss(data, d, step, "query", self._theta | omega)[0]
+                return self._loss(data, d, step, "query", self.theta | omega)[0]
 
-            losses = self._over_rows(both, rows, (leaves,), step, None)
+            losses = self._over_rows(both, (leaves,), step)
             g = torch.autograd.grad(
                 losses.sum(), [*leaves.values(), *omega.values()], materialize_grads=True
             )
@@ -107,7 +93,7 @@ class StackedInner(Inner):
         def row(data: Data, d: Params) -> Params:
             return grad(lambda d: self._loss(data, d, step, "query")[0])(d)
 
-        return self._over_rows(row, rows, (d,), step, None)
+        return self._over_rows(row, (d,), step)
 
     def shared_gradient(
         self, d: Params, offsets: Tensor | None, weights: Sequence[float]
@@ -115,13 +101,10 @@ class StackedInner(Inner):
         """The weighted gradient of f̂ + ν f by the shared parameters: first derivatives only, so
         autograd may sum over rows by itself.
         """
-        rows = num_rows(d)
-        self._count(rows, offsets)
+        self.count(num_rows(d), offsets)
         omega = {n: p.detach().requires_grad_() for n, p in self._omega.items()}
-        nudged = partial(self._nudged, step=0, theta=self._theta | omega)
-        losses = self._over_rows(
-            nudged, rows, (d, offsets), 0, None, with_query=offsets is not None
-        ).unflatten(0, (len(weights), -1))
+        nudged = partial(self._nudged, step=0, theta=self.theta | omega)
+        losses = self._over_rows(nudged, (d, offsets), 0).unflatten(0, (len(weights), -1))
         total = sum(
             (w * part.sum() for w, part in zip(weights[1:], losses[1:], strict=True)),
             weights[0] * losses[0].sum(),
@@ -139,16 +122,13 @@ class StackedInner(Inner):
             return self._loss(data, d, 0, "query", None, seen), check_seen(metrics, seen)
 
         with torch.no_grad():
-            (loss, accuracy, extra), outputs = self._over_rows(row, rows, (d,), 0, None)
+            (loss, accuracy, extra), outputs = self._over_rows(row, (d,), 0)
         return Measured(loss, accuracy, extra | metrics_of_rows(metrics, outputs, rows, extra))
 
     def data_value(self, d: Params, offsets: Tensor | None, step: int) -> Tensor:
         """f̂ + ν f without gradients."""
-        rows, nudged = num_rows(d), partial(self._nudged, step=step)
         with torch.no_grad():
-            return self._over_rows(
-                nudged, rows, (d, offsets), step, None, with_query=offsets is not None
-            )
+            return self._over_rows(partial(self._nudged, step=step), (d, offsets), step)
 
     def data_hvp(
         self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
@@ -156,7 +136,6 @@ class StackedInner(Inner):
         """Losses, gradient and Hessian-vector product: forward over reverse, reverse over reverse
         where that is missing.
         """
-        rows = num_rows(d)
         _load_forward_mode()
 
         def row(data: Data, d: Params, v: Params, nu: Tensor | None) -> Any:
@@ -171,7 +150,7 @@ class StackedInner(Inner):
             return value, g, hv
 
         forward_mode = True
-        arguments = (row, rows, (d, v, offsets), step, batch_size, offsets is not None)
+        arguments = (row, (d, v, offsets), step, batch_size)
         try:
             losses, g, hv = self._over_rows(*arguments, diagnose=False, second_order=True)
         except torch.cuda.OutOfMemoryError:
@@ -180,21 +159,20 @@ class StackedInner(Inner):
             # the Hessian is symmetric, so the transposed product is the product
             forward_mode = False
             losses, g, hv = self._over_rows(*arguments, second_order=True)
-        self._count(rows, offsets)
-        self.cost.hessian_products += rows
+        self.count(num_rows(d), offsets, products=1)
         return losses, g, hv
 
     def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:
         """With shared parameters as if they adapted, too, and had not moved yet."""
         if not self._omega:
-            return super().support_gradient(d, step, batch_size)
+            return self.data_gradient(d, None, step, batch_size)[1]
         still = self._still(num_rows(d))
         return StackedInner.data_gradient(self, d | still, None, step, batch_size)[1]
 
     def support_hvp(self, d: Params, v: Params, step: int, batch_size: int | None) -> Params:
         """In the same way, along a direction that does not move them."""
         if not self._omega:
-            return super().support_hvp(d, v, step, batch_size)
+            return self.data_hvp(d, v, None, step, batch_size)[2]
         still = self._still(num_rows(d))
         return StackedInner.data_hvp(self, d | still, v | still, None, step, batch_size)[2]
 
@@ -209,7 +187,7 @@ class StackedInner(Inner):
         def row(data: Data, start: Params, chosen: list[Tensor]) -> Any:
             def outer(h: Params) -> Any:
                 force, mu = proximal.bind(
-                    {n: h[n] for n in self._theta}, {n: h[n] for n in proximal.learned}
+                    {n: h[n] for n in self.theta}, {n: h[n] for n in proximal.learned}
                 )
                 losses, residuals = [], []
 
@@ -242,33 +220,27 @@ class StackedInner(Inner):
 
         drawn = (self._minibatch(step, solver.batch_size) for step in range(solver.steps))
         arguments = (self.zeros(self.tasks), [indices for indices in drawn if indices is not None])
-        g, (losses, residuals, d) = self._over_rows(
-            row, self.tasks, arguments, 0, None, second_order=True
-        )
-        return g, self._unrolled(d, losses.T, residuals.T, unrolled)
+        g, (losses, residuals, d) = self._over_rows(row, arguments, 0, second_order=True)
+        return g, self._unrolled(d, losses.unbind(1), residuals.unbind(1), unrolled)
 
-    def _unrolled(self, d: Params, losses: Tensor, residuals: Tensor, unrolled: int) -> Solution:
+    def _unrolled(
+        self, d: Params, losses: Sequence[Tensor], residuals: Sequence[Tensor], unrolled: int
+    ) -> Solution:
         """The solution of steps of which the last `unrolled` were differentiated, counted; losses
-        and residuals are `(steps, tasks)`.
+        and residuals are those of all tasks in each step.
         """
         self.cost.support_gradients += self.tasks * len(losses)
         self.cost.query_gradients += self.tasks
         self.cost.hessian_products += self.tasks * unrolled
-        steps = torch.full((self.tasks,), len(losses), device=self.problem.device)
-        return Solution(
-            d,
-            steps,
-            residuals[-1],
-            bound(residuals[-1], self.problem.smallest_lam),
-            losses,
-            residuals,
-        )
+        trace = Trace(self.oracle())
+        for loss, residual in zip(losses, residuals, strict=True):
+            trace.note(loss, residual)
+        return trace.solution(d, len(losses))
 
     def apart(self, row: int) -> Inner:
         """One task of the group."""
-        return type(self)(
-            self.problem, self._stack[row : row + 1], self._nudges_at_once, self._draws, self.cost
-        )
+        one = self._stack[row : row + 1]
+        return type(self)(self.problem, one, self.nudges_at_once, self._draws, self.cost)
 
     def _loss(
         self,
@@ -282,7 +254,7 @@ class StackedInner(Inner):
         """What `Objective.forward` says of one row at θ + d, with the shared parameters as they are
         unless d moves them too.
         """
-        theta = self._theta | self._omega if theta is None else theta
+        theta = self.theta | self._omega if theta is None else theta
         phi = {f"model.{n}": theta[n] for n in self._omega if n not in d}
         phi |= {f"model.{n}": (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
         # Fresh copies: a module may write its buffers, and what it writes must not outlive this
@@ -313,20 +285,21 @@ class StackedInner(Inner):
     def _over_rows(
         self,
         function: Callable[..., Any],
-        rows: int,
         arguments: Sequence[Any],
         step: int,
-        batch_size: int | None,
-        with_query: bool = True,
+        batch_size: int | None = None,
         *,
         diagnose: bool = True,
         second_order: bool = False,
     ) -> Any:
-        """`vmap` a function of one row's data and arguments over all rows."""
+        """`vmap` a function of one row's data and arguments over all rows, those of the first
+        argument; where offsets are None among them, it does without the query set.
+        """
         # vmap knows plain dicts only
         arguments = [
             dict(argument) if isinstance(argument, dict) else argument for argument in arguments
         ]
+        rows, with_query = num_rows(arguments[0]), all(part is not None for part in arguments)
         repeats = rows // self.tasks
         support = self._minibatch_of_support(step, batch_size)
         query = repeated(self._stack.query, repeats) if with_query else None
@@ -347,10 +320,6 @@ class StackedInner(Inner):
                 return vmap(function, in_dims=in_dims, randomness="same")(data, *arguments)
 
         return explained(self.problem, self._stack, run) if diagnose else run()
-
-    def _count(self, rows: int, offsets: Tensor | None) -> None:
-        self.cost.support_gradients += rows
-        self.cost.query_gradients += rows if offsets is not None else 0
 
     def _minibatch(self, step: int, batch_size: int | None) -> Tensor | None:
         """Indices of a step's minibatch, `(tasks, batch_size)`; None when all examples are used."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator
@@ -17,7 +17,7 @@ from metanudge.estimators.shrinkage import check_unshrink, unshrunk
 from metanudge.estimators.stencils import STENCILS, StartName, StencilName
 from metanudge.estimators.tangent import add_tangent
 from metanudge.estimators.total import MetaGradient
-from metanudge.names import near
+from metanudge.names import check_known, near
 from metanudge.params import Params, middle, tiled
 from metanudge.problem import Nudge, TwoLevels
 from metanudge.solvers.base import LinearSolver, Solution, Solver, check_positive
@@ -205,9 +205,9 @@ class FOBMAML(Estimator):
         return int(self.stencil == "tangent")
 
     def __post_init__(self) -> None:
-        _check_choice("stencil", self.stencil, (*STENCILS, "tangent"))
-        _check_choice("nudge", self.nudge, ("loss", "gradient"))
-        _check_choice("start", self.start, ("theta", "shifted", "solution"))
+        check_known("stencil", self.stencil, (*STENCILS, "tangent"))
+        check_known("nudge", self.nudge, get_args(Nudge))
+        check_known("start", self.start, get_args(StartName))
         if self.nu in ("auto", None):
             return
         if self.stencil == "tangent":
@@ -281,11 +281,6 @@ class Displaced:
     def weights(self, place: int = 0) -> list[float]:
         """c_j / ν, of the ν at a place among those asked for."""
         return [term.weights[place] for term in self.terms]
-
-
-def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"Unknown {what} {value!r}. Choose one of: {', '.join(choices)}.")
 
 
 def _check_nu(nu: Any) -> None:

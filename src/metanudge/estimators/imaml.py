@@ -60,7 +60,7 @@ class IMAML(Estimator):
         """Add λ (∇²f̂ + λ)⁻¹ ∇f of a group of tasks."""
         d = solve_plainly(inner, solver, total).displacement
         q = query_gradient(total, inner, d)
-        oracle = inner.oracle([0.0], None, None, None)
+        oracle = inner.oracle()
         solve = conjugate_gradient(
             lambda v: oracle.hvp(d, v), q, steps=self.cg_steps, tol=self.tol, damping=self.damping
         )

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from metanudge.params import Params, joined
+from metanudge.params import Params, joined, wide
 from metanudge.problem import TwoLevels
 from metanudge.spread import local
 
@@ -127,9 +127,9 @@ class Motion:
     """
 
     def __init__(self, problem: TwoLevels, whole: Params | None = None) -> None:
-        dtypes = problem.theta_dtypes
+        own = problem.parameters
         self.sum = (
-            {n: torch.zeros_like(local(p), dtype=dtypes[n]) for n, p in problem.parameters.items()}
+            {n: torch.zeros_like(local(p), dtype=wide(p.dtype)) for n, p in own.items()}
             if whole is None
             else whole
         )

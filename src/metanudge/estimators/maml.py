@@ -187,7 +187,7 @@ class MAML(Estimator):
         self, inner: Inner, solver: Solver, total: MetaGradient, products: Products
     ) -> None:
         """The same with these products, one step at a time."""
-        oracle = inner.oracle([0.0], None, None, None)
+        oracle = inner.oracle()
         there_and_back(
             total,
             inner,

@@ -6,13 +6,12 @@ import warnings
 from functools import partial
 
 from metanudge.engines import Engine
-from metanudge.engines.packed import PackedParams, names_to_pack, zeros
+from metanudge.engines.packed import names_to_pack, zeros
 from metanudge.engines.stacked import MetaStep, Recorder
 from metanudge.estimators.base import Estimator
 from metanudge.estimators.total import MetaGradient, Stats
 from metanudge.params import Params
 from metanudge.problem import Problem
-from metanudge.proximal import Diagonal
 from metanudge.solvers import stability_advice
 from metanudge.solvers.base import Solver
 from metanudge.spread import whole
@@ -138,9 +137,8 @@ def meta_gradient(
         total = recorder.run(step, tasks, compute)
     stats = total.finish(engine.name, partial(advice_on, problem, solver))
     meta, found = problem.meta_parameters, total.gradient
-    if isinstance(found, PackedParams):  # let go of each when it is opened
-        return {n: whole(found.pop(n), meta[n]) for n in list(found)}, stats
-    return {n: whole(leaf, meta[n]) for n, leaf in found.items()}, stats
+    # what is packed is let go of when it is opened
+    return {n: whole(found.pop(n), meta[n]) for n in list(found)}, stats
 
 
 def _zero(problem: Problem, engine: Engine) -> Params:
@@ -156,9 +154,4 @@ def advice_on(problem: Problem, solver: Solver) -> str:
     """What to change where the inner steps diverge; waits for the device."""
     if problem.rates is not None:
         return "learn the inner rates more slowly, or start them at a smaller lr in the solver"
-    lam = (
-        max((float(leaf.max()) for leaf in problem.lam.values() if leaf.numel()), default=None)
-        if isinstance(problem.proximal, Diagonal)
-        else None
-    )
-    return stability_advice(getattr(solver, "lr", None), lam)
+    return stability_advice(getattr(solver, "lr", None), problem.largest_lam)

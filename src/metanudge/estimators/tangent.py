@@ -7,8 +7,6 @@ differentiating in ν costs MAML's memory holds for reverse mode only).
 
 from __future__ import annotations
 
-import torch
-
 from metanudge.engines import Inner
 from metanudge.engines.inner import NudgedOracle
 from metanudge.estimators.identity import add_response, centre_shift, query_gradient
@@ -62,7 +60,7 @@ def _follow(
     (∇²f̂ + λ)t + ∇p.
     """
     proximal, mu = inner.problem.proximal, inner.problem.smallest_lam
-    trace = Trace(NudgedOracle(inner, [0.0], None, None, None))
+    trace = Trace(NudgedOracle(inner))
     memory, tangent_memory = solver.memory(d), solver.memory(tangent)
     for step in range(solver.steps):
         pull = force if force is not None else inner.query_gradient(d, step)
@@ -73,5 +71,5 @@ def _follow(
         trace.record(loss, g)
         d, memory = solver.update(d, g, memory, mu=mu, inplace=False)
         tangent, tangent_memory = solver.update(tangent, hv, tangent_memory, mu=mu, inplace=False)
-    steps = torch.full((inner.tasks,), solver.steps, device=inner.problem.device)
-    return trace.solution(solver.result(d, memory), steps), solver.result(tangent, tangent_memory)
+    solution = trace.solution(solver.result(d, memory), solver.steps)
+    return solution, solver.result(tangent, tangent_memory)

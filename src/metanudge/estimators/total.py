@@ -155,44 +155,35 @@ class MetaGradient:
         if not rows:
             return
         with torch.no_grad():
-            rows, weights = self._add_packed(*condensed(rows, weights), scale)
-            if not rows:
-                return
-            if scale is None and all(leaf.shape[0] == 1 for leaf in rows.values()):
-                weight = weights if isinstance(weights, (int, float)) else weights[0]
-                targets = [self.gradient[name] for name in rows]
-                sums = [leaf[0] for leaf in rows.values()]
-                torch._foreach_add_(targets, sums, alpha=weight / self.num_tasks)
+            rows, weights = condensed(rows, weights)
+            alone = weights if isinstance(weights, (int, float)) else weights[0]
+            rows = self._add_packed(rows, alone / self.num_tasks, scale)
+            if rows and scale is None and all(leaf.shape[0] == 1 for leaf in rows.values()):
+                targets, own = [self.gradient[n] for n in rows], [leaf[0] for leaf in rows.values()]
+                torch._foreach_add_(targets, own, alpha=alone / self.num_tasks)
                 return
             for name, leaf in rows.items():
-                factor = None if scale is None else scale[name]
-                if leaf.shape[0] == 1:  # the in-place engine: no temporary of the size of the model
-                    row = leaf[0]
-                    weight = weights if isinstance(weights, (int, float)) else weights[0]
-                else:
-                    row, weight = combined(leaf, weights), 1.0
-                if factor is None:
+                # the in-place engine: no temporary of the size of the model
+                row, weight = (leaf[0], alone) if len(leaf) == 1 else (combined(leaf, weights), 1.0)
+                if scale is None:
                     self.gradient[name].add_(row, alpha=weight / self.num_tasks)
                 else:
-                    self.gradient[name].addcmul_(row, factor, value=weight / self.num_tasks)
+                    self.gradient[name].addcmul_(row, scale[name], value=weight / self.num_tasks)
 
-    def _add_packed(
-        self, rows: Params, weights: float | Sequence[float], scale: Params | None
-    ) -> tuple[Params, float | Sequence[float]]:
-        """The same where the sum is packed; what is left to do."""
+    def _add_packed(self, rows: Params, weight: float, scale: Params | None) -> Params:
+        """The same where the sum is packed; the rows that are left."""
         if not isinstance(self.gradient, PackedParams):
-            return rows, weights
-        weight = weights if isinstance(weights, (int, float)) else weights[0]
+            return rows
         given = rows.packed if isinstance(rows, PackedParams) else {}
         left = {}
         for name in rows:
             total = self.gradient.packed.get(name)
             if total is None:
                 left[name] = rows[name]
-                continue
-            row: Tensor | Packed = given[name] if name in given else rows[name][0]
-            add(total, row, weight / self.num_tasks, None if scale is None else scale[name])
-        return left, weights
+            else:
+                row: Tensor | Packed = given[name] if name in given else rows[name][0]
+                add(total, row, weight, None if scale is None else scale[name])
+        return left
 
     def check(self, places: tuple[int, ...], quantity: str, values: Tensor, hint: str = "") -> None:
         """Remember values that must be finite: `(steps, rows)`, or `(rows,)` for something outside

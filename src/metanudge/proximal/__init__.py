@@ -11,8 +11,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from metanudge.proximal.base import Absent, Proximal
-from metanudge.proximal.diagonal import Diagonal
+from metanudge.proximal.base import Absent, Diagonal, Proximal
 from metanudge.proximal.learned import Learned, LogStiffness, Per
 from metanudge.proximal.operator import Matrix
 from metanudge.proximal.regulariser import Custom

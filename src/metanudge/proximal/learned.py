@@ -10,10 +10,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from metanudge.names import near
+from metanudge.names import check_known
 from metanudge.params import Params, combined, dot, wide
-from metanudge.proximal.base import Force
-from metanudge.proximal.diagonal import Diagonal, multiply_by
+from metanudge.proximal.base import Diagonal, Force, multiply_by
 from metanudge.proximal.stiffness import Stiffness, stiffness_per_parameter
 from metanudge.spread import is_spread
 
@@ -33,12 +32,7 @@ class LogStiffness(nn.Module):
 
     def __init__(self, lam: Stiffness, per: Per, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        if per not in get_args(Per):
-            names = get_args(Per)
-            raise ValueError(
-                f"Unknown learn_lam {per!r}.{near(per, names)} Choose one of: {', '.join(names)};"
-                " leave it out for a fixed λ."
-            )
+        check_known("learn_lam", per, get_args(Per), "; leave it out for a fixed λ")
         if callable(lam) and not isinstance(lam, (Tensor, Mapping)):
             raise ValueError(
                 f"learn_lam={per!r} learns numbers, but lam is an operator. Give a number or a"

@@ -122,10 +122,12 @@ class Trace:
         """The residual norms recorded last, `(rows,)`."""
         return self._residuals[-1]
 
-    def solution(self, displacement: Params, steps: Tensor) -> Solution:
-        """The solution reached."""
+    def solution(self, displacement: Params, steps: Tensor | int) -> Solution:
+        """The solution reached; in as many steps by all rows, where a number is given."""
         residual, delta = self._residuals[-1], bound(self._residuals[-1], self._strong_convexity)
         losses, residuals = torch.stack(self._losses), torch.stack(self._residuals)
+        if isinstance(steps, int):
+            steps = torch.full_like(residual, steps, dtype=torch.long)
         return Solution(displacement, steps, residual, delta, losses, residuals)
 
 

@@ -97,7 +97,7 @@ class GradientDescent:
         trace = Trace(oracle)
         for step in range(self.steps):
             trace.note(*oracle.descend(d, self.rate, step, self.batch_size))
-        return trace.solution(d, torch.full_like(trace.last_residual, self.steps, dtype=torch.long))
+        return trace.solution(d, self.steps)
 
     def memory(self, d: Params) -> Params:
         """Gradient descent remembers nothing."""

@@ -64,7 +64,7 @@ class LBFGS:
                 trace.record(*oracle.gradient(d))
                 break
             d, residual, searching = moved, reached, False
-        return trace.solution(d, torch.tensor([iterations], device=next(iter(d.values())).device))
+        return trace.solution(d, iterations)
 
     def _round(
         self, oracle: Oracle, d: Params, residual: float, trace: Trace, steps: int, searching: bool

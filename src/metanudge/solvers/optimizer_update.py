@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,21 @@ from metanudge.spread import present
 # zero by symmetry.
 _ROUNDINGS = 16.0
 _KNOWN = "SGD, Adam and AdamW"
+
+
+class At(NamedTuple):
+    """Which step is taken.
+
+    Attributes:
+        step: its number, from 0.
+        lr: its learning rate.
+        floor: where the optimizer divides by less than this, the step counts as constant; for its
+            derivative only.
+    """
+
+    step: int
+    lr: float | Tensor
+    floor: Tensor | None = None
 
 
 class Rule(ABC):
@@ -42,20 +57,8 @@ class Rule(ABC):
         """How many numbers it remembers."""
 
     @abstractmethod
-    def move(
-        self,
-        step: int,
-        lr: float | Tensor,
-        d: Tensor,
-        g: Tensor,
-        *memory: Tensor,
-        floor: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """The new d and memory after step `step` (from 0), with another learning rate perhaps.
-
-        With `floor` only for its derivative: where the optimizer divides by less than this, the
-        step counts as constant.
-        """
+    def move(self, at: At, d: Tensor, g: Tensor, *memory: Tensor) -> tuple[Tensor, ...]:
+        """The new d and memory after a step."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +77,15 @@ class Momentum(Rule):
         """The momentum buffer, where there is one."""
         return 1 if self.momentum else 0
 
-    def move(
-        self,
-        step: int,
-        lr: float | Tensor,
-        d: Tensor,
-        g: Tensor,
-        *memory: Tensor,
-        floor: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def move(self, at: At, d: Tensor, g: Tensor, *memory: Tensor) -> tuple[Tensor, ...]:
         """b ← βb + (1 − τ)g, in the first step g;  d ← d − αb."""
         if self.weight_decay:
             g = torch.add(g, d, alpha=self.weight_decay)
         if not memory:
-            return (_down(d, g, lr),)
-        buffer = torch.add(memory[0] * self.momentum, g, alpha=1 - self.dampening) if step else g
+            return (_down(d, g, at.lr),)
+        buffer = torch.add(memory[0] * self.momentum, g, alpha=1 - self.dampening) if at.step else g
         along = torch.add(g, buffer, alpha=self.momentum) if self.nesterov else buffer
-        return _down(d, along, lr), buffer
+        return _down(d, along, at.lr), buffer
 
 
 @dataclass(frozen=True)
@@ -108,23 +103,12 @@ class Adaptive(Rule):
     weight_decay: float
     decoupled: bool
     linear = False
+    remembers = 2  # the two moments
 
-    @property
-    def remembers(self) -> int:
-        """The two moments."""
-        return 2
-
-    def move(
-        self,
-        step: int,
-        lr: float | Tensor,
-        d: Tensor,
-        g: Tensor,
-        *memory: Tensor,
-        floor: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def move(self, at: At, d: Tensor, g: Tensor, *memory: Tensor) -> tuple[Tensor, ...]:
         """m ← β₁m + (1 − β₁)g,  v ← β₂v + (1 − β₂)g²,  d ← d − α m̂/(√v̂ + eps)."""
-        first, second = (1 - beta ** (step + 1) for beta in self.betas)
+        lr, floor = at.lr, at.floor
+        first, second = (1 - beta ** (at.step + 1) for beta in self.betas)
         if self.weight_decay and self.decoupled:
             d = d * (1 - lr * self.weight_decay)
         elif self.weight_decay:
@@ -154,21 +138,9 @@ class Still(Rule):
 
     lr = 0.0
     linear = True
+    remembers = 0
 
-    @property
-    def remembers(self) -> int:
-        """Nothing new."""
-        return 0
-
-    def move(
-        self,
-        step: int,
-        lr: float | Tensor,
-        d: Tensor,
-        g: Tensor,
-        *memory: Tensor,
-        floor: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def move(self, at: At, d: Tensor, g: Tensor, *memory: Tensor) -> tuple[Tensor, ...]:
         """As it is."""
         return d, *memory
 
@@ -190,7 +162,7 @@ class OptimizerUpdate(Update):
         with torch.no_grad():
             moved = {
                 n: self._rule.move(
-                    step, self._rate(step, n, leaf), leaf, g[n], *(part[n] for part in memory)
+                    At(step, self._rate(step, n, leaf)), leaf, g[n], *(part[n] for part in memory)
                 )
                 for n, leaf in d.items()
             }
@@ -237,14 +209,19 @@ def pulled_through(
         rule, time = rules[name]
         # a linear step has the same derivative everywhere
         g = d if point.g is None else point.g[name]
-        move = partial(rule.move, time, floor=None if floor is None else per_row(floor, d))
+        low = None if floor is None else per_row(floor, d)
         leaves = [d, g, *(part[name] for part in point.memory)]
         ends = [after.d[name], *(part[name] for part in after.memory)]
         rate = rule.lr if rate_of is None else rate_of(name, d)
         if isinstance(rate, Tensor):
-            by_rate[name], *found[name] = pulled_back(move, [rate, *leaves], ends)
+            by_rate[name], *found[name] = pulled_back(
+                lambda lr, *of, rule=rule, time=time, low=low: rule.move(At(time, lr, low), *of),
+                [rate, *leaves],
+                ends,
+            )
         else:
-            found[name] = pulled_back(partial(move, rate), leaves, ends)
+            move = partial(rule.move, At(time, rate, low))
+            found[name] = pulled_back(move, leaves, ends)
     by_d, by_g, *by_memory = (
         {n: ends[i] for n, ends in found.items()} for i in range(2 + len(point.memory))
     )
@@ -253,7 +230,7 @@ def pulled_through(
 
 def _rounding_of(g: Params) -> Tensor:
     """How large an entry of each row's gradient may be by rounding alone, `(rows,)`."""
-    largest = [leaf.abs().flatten(1).amax(1) for leaf in g.values() if leaf[0].numel()]
+    largest = [leaf.abs().reshape(len(leaf), -1).amax(1) for leaf in g.values() if leaf[0].numel()]
     none = next(iter(g.values())).new_zeros(num_rows(g))
     most = torch.stack([none, *largest]).amax(0)
     spread = present()

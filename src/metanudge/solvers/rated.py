@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from metanudge.rates import LearnedRates, Rates
 from metanudge.solvers.adjoint import LinearUpdate, Update
-from metanudge.solvers.base import LinearSolver, Oracle, Solution, Solver
+from metanudge.solvers.base import LinearSolver, Oracle, Solver
 from metanudge.solvers.gradient_descent import GradientDescent
 from metanudge.solvers.nesterov import Nesterov
 from metanudge.solvers.optimizer_update import OptimizerUpdate, rule_of
 from metanudge.solvers.torch_optimizer import TorchOptimizer
-from metanudge.solvers.trajectory import solve
 
 
 def own_rate(solver: Solver) -> float:
@@ -46,8 +45,3 @@ def update_of(solver: Solver, oracle: Oracle, learned: LearnedRates | None) -> U
         return OptimizerUpdate(solver, rates)
     assert isinstance(solver, LinearSolver)
     return LinearUpdate(solver, oracle, rates)
-
-
-def solve_rated(solver: Solver, oracle: Oracle, learned: LearnedRates) -> Solution:
-    """Solve from d = 0 with learned rates."""
-    return solve(update_of(solver, oracle, learned), oracle, last=0)[0]

@@ -129,4 +129,4 @@ class TorchOptimizer:
         # point that is returned.
         trace.record(*oracle.gradient(d, taken - 1, self.batch_size))
         iterations = optimizer.state[views[0]].get("n_iter", taken)
-        return trace.solution(d, torch.tensor([iterations], device=views[0].device))
+        return trace.solution(d, iterations)

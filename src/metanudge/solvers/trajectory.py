@@ -94,16 +94,10 @@ def solve(
         # or the old gradient would still be alive while the next forward pass stores its
         # activations
         del g
-    end = update.result(d, memory)
-    steps = torch.full_like(trace.last_residual, update.steps, dtype=torch.long)
     device = trace.last_residual.device
-    return trace.solution(end, steps), Trajectory(
-        update,
-        oracle,
-        points,
-        update.steps,
-        (lambda leaf: leaf.to(device, non_blocking=True)) if keep == "host" else as_it_is,
-    )
+    fetch = (lambda leaf: leaf.to(device, non_blocking=True)) if keep == "host" else as_it_is
+    way = Trajectory(update, oracle, points, update.steps, fetch)
+    return trace.solution(update.result(d, memory), update.steps), way
 
 
 def chosen(d: Params, memory: Memory, last: int, *, gradients: bool) -> Literal["device", "host"]:
@@ -113,10 +107,13 @@ def chosen(d: Params, memory: Memory, last: int, *, gradients: bool) -> Literal[
         return "device"
     parts = (d, *memory, *([d] if gradients else []))
     size = sum(t.nbytes for part in parts for t in part.values())
-    free = torch.cuda.mem_get_info(leaf.device)[0] + (
-        torch.cuda.memory_reserved(leaf.device) - torch.cuda.memory_allocated(leaf.device)
-    )
-    return "device" if last * size <= _SHARE * free else "host"
+    return "device" if last * size <= _SHARE * free_memory(leaf.device) else "host"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that torch can still have on a CUDA device, its own unused reserves included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def as_it_is(leaf: Tensor) -> Tensor:

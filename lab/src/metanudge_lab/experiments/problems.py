@@ -79,7 +79,7 @@ def landscape(learner: mn.MetaLearner, tasks: TaskBatch, solver: Solver | None =
             assert isinstance(inner, StackedInner)
             solution = None if solver is None else inner.solve(solver)
             d = inner.zeros(inner.tasks) if solution is None else solution.displacement
-            _, slope = inner.oracle([0.0], None, None, None).gradient(d)
+            _, slope = inner.oracle().gradient(d)
             steps = torch.zeros(inner.tasks) if solution is None else solution.steps
             parts.append((norm(d), norm(slope), steps, torch.linalg.eigvalsh(inner.hessian(d))))
     return Landscape(*(torch.cat(column) for column in zip(*parts, strict=True)))
