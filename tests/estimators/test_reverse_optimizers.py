@@ -159,13 +159,11 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_groups_with_options_of_their_own(name: str):
+def assert_slope(setup: Setup, solver: Any, seed: int = 0) -> None:
     """Against a difference of what torch's own optimizers arrive at. Its step h of 10⁻⁴ leaves
     rounding over h, 10⁻¹⁰ of the slope, and the fourth power of h times what Adam curves: at 10⁻³
     that is 3·10⁻⁵ of the slope.
     """
-    setup, solver = mlp(tasks=2), mn.TorchOptimizer(GROUPS[name], 4)
     parameters = dict(setup.model.named_parameters())
     generator = torch.Generator().manual_seed(5)
     along = {
@@ -178,14 +176,26 @@ def test_groups_with_options_of_their_own(name: str):
             for n, p in beside.named_parameters():
                 p.add_(along[n], alpha=step)
         learner = mn.MetaLearner(beside, setup.loss, lam=2.0, solver=solver, engine="inplace")
-        return learner.evaluate(setup.tasks).mean_loss
+        return learner.evaluate(setup.tasks, seed=seed).mean_loss
 
     near, far = (loss_beside(h) - loss_beside(-h) for h in (1e-4, 2e-4))
     expected = (8 * near - far) / (12 * 1e-4)
     for (estimator, _), engine in itertools.product(PRODUCTS.values(), ("inplace", "stacked")):
-        gradient, _ = reversed_gradient(setup, estimator, solver, engine, lam=2.0)
+        gradient, _ = reversed_gradient(setup, estimator, solver, engine, lam=2.0, seed=seed)
         slope = sum(float((gradient[n] * along[n]).sum()) for n in along)
         assert slope == pytest.approx(expected, rel=1e-7), (estimator.products, engine)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_with_options_of_their_own(name: str):
+    assert_slope(mlp(tasks=2), mn.TorchOptimizer(GROUPS[name], 4))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_minibatches_and_dropout_masks_are_replayed(name: str):
+    kind, options = OPTIMIZERS[name]
+    solver = mn.TorchOptimizer(kind, 4, options, batch_size=3)
+    assert_slope(mlp(tasks=2, dropout=0.4), solver, seed=11)
 
 
 def test_rates_that_are_learned_start_at_one():
