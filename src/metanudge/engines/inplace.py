@@ -29,12 +29,12 @@ from metanudge.engines.descent import Descent, Forces, Listener, row, take_gradi
 from metanudge.engines.diagnosis import model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle, Nudging
 from metanudge.engines.once import refuse_once_differentiable
-from metanudge.engines.packed import PackedParams, names_to_pack, pack, place, zeros
+from metanudge.engines.packed import PackedParams, pack, place, zeros
 from metanudge.engines.randomness import Draws, minibatch
 from metanudge.engines.ranks import check_solver, check_tasks, refuse_products
 from metanudge.engines.undisturbed import Guard, claimed, restored, uninterrupted
 from metanudge.objective import LossError, check_seen, metrics_of_rows
-from metanudge.params import Params
+from metanudge.params import Params, names_to_pack
 from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import Solution, Solver

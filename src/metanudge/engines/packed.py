@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Params, joined, norm, wide
-from metanudge.spread import is_spread, local
+from metanudge.spread import local
 
 logger = logging.getLogger("metanudge")
 
-LEAST = 2**16  # entries of a parameter: below, kernels cost more than memory
 _PIECE = 2**20  # entries that are unpacked at a time
 _MOST = 16  # pieces
 _EVERY = 61  # of a sample, at least; odd, so that it is of all columns
@@ -243,18 +242,6 @@ class PackedParams(dict[str, Tensor]):
 def _norm(a: PackedParams) -> Tensor:
     # one after the other: together they would be as large as what is saved
     return joined({n: torch.linalg.vector_norm(leaf) for n, leaf in a.items()}).reshape(1)
-
-
-def names_to_pack(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Parameters of 16 bits that are large, and whole in this process."""
-    return [
-        n
-        for n, p in parameters.items()
-        if p.is_floating_point()
-        and p.dtype.itemsize == 2
-        and p.numel() >= LEAST
-        and not is_spread(p)
-    ]
 
 
 def zeros(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator, solve_plainly
-from metanudge.estimators.identity import add_response, query_gradient
 from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, flatten, unflatten, zeros_like
 from metanudge.solvers.base import Solver, check_count
@@ -47,7 +46,7 @@ class Exact(Estimator):
                 " smaller model, or raise max_parameters."
             )
         d = solve_plainly(inner, solver, total).displacement
-        q = query_gradient(total, inner, d)
+        q = total.query_gradient(inner, d)
         system = inner.hessian(d)
         for task, hessian in enumerate(system):
             _add_curvature(hessian, inner, {n: leaf[task] for n, leaf in d.items()})
@@ -65,7 +64,7 @@ class Exact(Estimator):
                 f"The Hessian of task {inner.places[int(singular.int().argmax())]} is singular"
                 " where its solve ended, so there is no implicit gradient. Use a larger lam."
             )
-        add_response(total, inner, d, solve.x, -1.0)
+        total.add_response(inner, d, solve.x, -1.0)
 
 
 def _add_curvature(hessian: Tensor, inner: Inner, d: Params) -> None:
