@@ -277,10 +277,15 @@ def _kernels_for(tensor: Tensor) -> Any:
 
 
 @cache
+def triton_is_there() -> bool:
+    """Whether Triton is installed (it comes with torch for CUDA) and knows the current device."""
+    found = importlib.util.find_spec("triton")
+    return found is not None and torch.cuda.get_device_capability() >= (8, 0)
+
+
+@cache
 def _working_kernels() -> Any:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    if torch.cuda.get_device_capability() < (8, 0):
+    if not triton_is_there():
         return None
     from metanudge.engines.packed_kernels import KERNELS
 
