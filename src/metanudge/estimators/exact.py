@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator, solve_plainly
 from metanudge.estimators.total import MetaGradient
-from metanudge.params import Params, flatten, unflatten, zeros_like
+from metanudge.params import flatten, unflatten
 from metanudge.solvers.base import Solver, check_count
 from metanudge.solvers.conjugate_gradient import LinearSolve
 
@@ -48,8 +47,6 @@ class Exact(Estimator):
         d = solve_plainly(inner, solver, total).displacement
         q = total.query_gradient(inner, d)
         system = inner.hessian(d)
-        for task, hessian in enumerate(system):
-            _add_curvature(hessian, inner, {n: leaf[task] for n, leaf in d.items()})
         total.check(
             inner.places, "Hessian (after the query gradient)", system.flatten(1).norm(dim=1)
         )
@@ -65,13 +62,3 @@ class Exact(Estimator):
                 " where its solve ended, so there is no implicit gradient. Use a larger lam."
             )
         total.add_response(inner, d, solve.x, -1.0)
-
-
-def _add_curvature(hessian: Tensor, inner: Inner, d: Params) -> None:
-    """Add the dense Hessian of one task's proximal term at its displacement."""
-    basis = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    rows = {n: leaf.unsqueeze(0) for n, leaf in d.items()}
-    v = unflatten(basis, rows)
-    here = {n: leaf.expand_as(v[n]) for n, leaf in rows.items()}
-    term = inner.problem.proximal.add_curvature(zeros_like(v), here, v, inner.theta)
-    hessian += flatten(term).T
