@@ -44,8 +44,8 @@ from torch import Tensor
 
 from metanudge.engines import Cost, Engine, Inner
 from metanudge.estimators.base import Estimator
+from metanudge.estimators.centre import centre_shift
 from metanudge.estimators.fobmaml import FOBMAML
-from metanudge.estimators.identity import centre_shift
 from metanudge.estimators.ladder import LADDER, Disagreement, Motion, average, best_nu, within
 from metanudge.estimators.maml import MAML
 from metanudge.estimators.products import (
