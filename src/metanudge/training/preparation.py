@@ -44,8 +44,8 @@ from metanudge.training.files import (
     write_text,
 )
 from metanudge.training.loop import Course, Surroundings, Trainer
-from metanudge.training.metrics import check_sinks
 from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, TIMING
+from metanudge.training.sinks import check_sink
 from metanudge.training.summary import check_summary
 from metanudge.tuning import NuTuner
 
@@ -122,7 +122,8 @@ def read_data(
     """
     group, note = around.group, around.note
     device = device_called(config.device)
-    check_sinks(config.sinks)
+    for name in config.sinks:
+        check_sink(name)
     if config.encoder is not None and config.encoder != NGRAMS:
         note(f"features of {Path(config.encoder).name}: computed once, then read from the cache")
     remembered = (
