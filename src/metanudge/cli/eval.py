@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from metanudge.cli.errors import report as say
 from metanudge.cli.flags import parse
+from metanudge.cli.program import report as say
 from metanudge.names import printable
 from metanudge.training.errors import UserError
 
