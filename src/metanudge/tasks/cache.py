@@ -5,17 +5,17 @@ files.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from metanudge.tasks.unpack import read_arrays
 
 
 def cache_folder() -> Path:
@@ -83,3 +83,32 @@ def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
     return len(shape) == len(expected) and all(
         e in (None, s) for s, e in zip(shape, expected, strict=True)
     )
+
+
+# --- Zip archives, by what they unpack to, whatever they declare
+
+
+def read_entry(archive: zipfile.ZipFile, name: str, *, limit: int) -> bytes:
+    """The bytes of an entry; `ValueError` where there are more than `limit`."""
+    info = archive.getinfo(name)
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        # The others are unpacked whole before they are counted.
+        raise ValueError(f"{name!r} is packed with a method other than deflate")
+    with archive.open(info) as entry:
+        data = entry.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"{name!r} unpacks to more than {limit:,} bytes")
+    return data
+
+
+def read_arrays(file: IO[bytes], *, limit: int) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz file; `ValueError` where they unpack to more than `limit` bytes in
+    all.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    with zipfile.ZipFile(file) as archive:
+        for name in archive.namelist():
+            data = read_entry(archive, name, limit=limit)
+            limit -= len(data)
+            arrays[name.removesuffix(".npy")] = np.load(io.BytesIO(data), allow_pickle=False)
+    return arrays

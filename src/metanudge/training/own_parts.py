@@ -11,9 +11,8 @@ from metanudge.tasks import Changes, Episodes
 from metanudge.tasks.augment import Augment
 from metanudge.training.config import TrainConfig, own_code
 from metanudge.training.errors import UserError
-from metanudge.training.own_code import function
-from metanudge.training.spec_language import Spec, show_options, split_options
-from metanudge.training.specs import convert, make
+from metanudge.training.spec_language import Spec, convert, make, show_options, split_options
+from metanudge.training.specs import function
 
 _TAKEN = ("loss", "accuracy")
 

@@ -40,8 +40,7 @@ from metanudge.training.sources import (
     find_data,
     resolve,
 )
-from metanudge.training.spec_language import normal, split_options
-from metanudge.training.specs import options_of
+from metanudge.training.spec_language import normal, options_of, split_options
 from metanudge.training.trust import check_trust
 from metanudge.training.upgrade import upgrade
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from metanudge.tasks.read_csv import Table, read_csv
 from metanudge.tasks.read_folder import examples_among, is_visible, read_file, read_folder
 from metanudge.tasks.read_texts import TEXT_FILES, Texts, read_texts
+from metanudge.training.data import TABLES
 from metanudge.training.errors import UserError
-from metanudge.training.own_data import TABLES
 from metanudge.training.use.preprocessing import Preprocessing
 
 
