@@ -15,7 +15,7 @@ import tyro
 from metanudge.cli.flags import parse
 from metanudge.cli.program import report as say
 from metanudge.names import printable
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, refused
 
 if TYPE_CHECKING:
     from metanudge.training.evaluation import EvaluationReport, Progress
@@ -172,10 +172,8 @@ def _measure(trained: Run, options: EvalOptions) -> EvaluationReport:
         file = None
         if options.json is not None:
             file = stack.enter_context(new_file(options.json, overwrite=True, flag="--json"))
-        try:
+        with refused(f"--split {options.split}: ", ValueError):  # too few classes
             trained.source.task(0, options.split)
-        except ValueError as error:  # too few classes
-            raise UserError(f"--split {options.split}: {error}") from error
         with progress_bar("evaluating", "tasks") as progress:
             report = evaluate_run(
                 trained,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from metanudge.learner import MetaLearner
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, readable
 from metanudge.training.files import (
     open_to_append,
     parse_json,
@@ -96,18 +96,14 @@ def check_metrics(file: Path, *, size: int, sha256: str | None) -> None:
     """
     if not os.path.lexists(file):
         return
-    try:
+    with readable(file):
         data = read_bytes(file)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}).") from error
-    if len(data) < size or (
-        sha256 is not None and hashlib.sha256(data[:size]).hexdigest() != sha256
-    ):
-        what = (
-            f"has {len(data)} bytes, and had {size}"
-            if len(data) < size
-            else "does not match the sha256 that the checkpoint has of it"
-        )
+    what = ""
+    if len(data) < size:
+        what = f"has {len(data)} bytes, and had {size}"
+    elif sha256 not in (None, hashlib.sha256(data[:size]).hexdigest()):
+        what = "does not match the sha256 that the checkpoint has of it"
+    if what:
         raise UserError(
             f"{file} was changed since the checkpoint was saved: it {what}. Put it back, or move it"
             " away to go on without it."

@@ -10,7 +10,7 @@ from metanudge.objective import takes_model
 from metanudge.tasks import Changes, Episodes
 from metanudge.tasks.augment import Augment
 from metanudge.training.config import TrainConfig, own_code
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, refused
 from metanudge.training.spec_language import Spec, convert, make, show_options, split_options
 from metanudge.training.specs import function
 
@@ -115,8 +115,7 @@ def _changes(text: str) -> dict[str, Any]:
 def augmented(config: TrainConfig, source: Episodes) -> Episodes:
     """A source whose training tasks are changed as a configuration says; tried on one."""
     source = source.augmented(build_augment(config.augment), query=config.augment_query)
-    try:
+    kinds = TypeError, ValueError, RuntimeError, IndexError
+    with refused(f"--augment {config.augment}: ", *kinds):
         source.task(0)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise UserError(f"--augment {config.augment}: {error}") from error
     return source

@@ -33,7 +33,7 @@ from metanudge.training.continuing import Plan
 from metanudge.training.data import DataShapes
 from metanudge.training.device import device_called, environment
 from metanudge.training.distributed import Group
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, readable
 from metanudge.training.files import (
     LOCK,
     RunLock,
@@ -93,16 +93,9 @@ def _check_empty(folder: Path) -> None:
 
 
 def _contents(folder: Path) -> list[str]:
-    try:
-        return sorted(
-            path.name
-            for path in folder.iterdir()
-            if not path.name.startswith(".new-") and path.name != LOCK
-        )
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be read ({error.strerror}). Give a folder of yours."
-        ) from error
+    with readable(folder, " Give a folder of yours."):
+        names = sorted(path.name for path in folder.iterdir())
+    return [name for name in names if not name.startswith(".new-") and name != LOCK]
 
 
 def _default_folder(config: TrainConfig, group: Group) -> Path:

@@ -29,7 +29,7 @@ from metanudge.training.data import (
     own_source,
 )
 from metanudge.training.device import device_called
-from metanudge.training.errors import UserError, count, spelled
+from metanudge.training.errors import UserError, count, refused, spelled
 from metanudge.training.hf_models import build_classifier, with_adapters
 from metanudge.training.spec_language import Spec, known, normal
 from metanudge.training.specs import Shapes
@@ -82,11 +82,8 @@ def build_source(
     place = device if device is not None else device_called(config.device)
     dtype = getattr(torch, config.dtype)
     try:
-        source = data.build(**options, seed=config.seed, device=place, dtype=dtype)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{config.data}: {error}") from error
-    except OSError as error:
-        raise UserError(f"{config.data} cannot be read: {error}") from error
+        with refused(f"{config.data}: "), refused(f"{config.data} cannot be read: ", OSError):
+            source = data.build(**options, seed=config.seed, device=place, dtype=dtype)
     except DownloadError as error:
         raise UserError(
             f"{config.data}: {error} On the command line, root is --data-options root=FOLDER. Where"

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from metanudge.names import near
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, refused
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _YES_OR_NO = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -356,7 +356,5 @@ def make(flag: str, name: str, target: Callable[..., Any], *args: Any, **options
             f"{flag} {name} needs the option{'s' * (len(needed) > 1)} {', '.join(needed)}. Write"
             f" {name}:{example}."
         )
-    try:
+    with refused(f"{flag} {name}: ", TypeError, ValueError, ImportError):
         return target(*args, **options)
-    except (TypeError, ValueError, ImportError) as error:
-        raise UserError(f"{flag} {name}: {error}") from error

@@ -83,10 +83,9 @@ def train(
                 config, source = read_data(config, plan, around, allow_changed_data)
                 trainer = make_trainer(config, plan, source, around)
                 with computing_in(config.precision, source.device):
-                    if source.device.type == "cuda":
-                        share = config.tasks // group.world
-                        if advice := advice_of_plan(trainer.learner, source, share):
-                            around.note(f"Memory may not suffice. {advice}")
+                    share = config.tasks // group.world
+                    if advice := advice_of_plan(trainer.learner, source, share):
+                        around.note(f"Memory may not suffice. {advice}")
                     products = try_out(trainer.learner, source, config)
                     stop.patience = None
                     folder = group.share(lambda: claim(plan, config, lock))

@@ -14,7 +14,7 @@ from metanudge.tasks.read_csv import Table, read_csv
 from metanudge.tasks.read_folder import examples_among, is_visible, read_file, read_folder
 from metanudge.tasks.read_texts import TEXT_FILES, Texts, read_texts
 from metanudge.training.data import TABLES
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, refused
 from metanudge.training.use.preprocessing import Preprocessing
 
 
@@ -114,11 +114,10 @@ def explained() -> Iterator[None]:
     """What the readers refuse becomes a `UserError`; their messages name the file and the fix
     already.
     """
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
-        if error.errno is None:
-            raise UserError(str(error)) from error
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}).") from error
+    with refused(""):
+        try:
+            yield
+        except OSError as error:
+            said = error.errno is None
+            why = str(error) if said else f"{error.filename} cannot be read ({error.strerror})."
+            raise UserError(why) from error
