@@ -160,7 +160,7 @@ def _verify_own(path: Path, label: str) -> str:
             shape, labels = tuple(folder.examples.shape[1:]), folder.labels
         else:
             table = read_csv(path, label=label)
-            shape, labels = table.values.shape[1:], table.labels
+            shape, labels = table.values.shape[1:], table.text[label]
     counts = Counter(labels)
     fewest, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
     return (

@@ -10,7 +10,7 @@ import os
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,23 +32,33 @@ def cache_folder() -> Path:
     return base / "metanudge"
 
 
-def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write an .npz file that other processes see complete or not at all.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes its place when the block ends well.
 
     It is written under a temporary name in the same folder, then renamed, so a killed run leaves no
-    broken file and two runs that write at once both succeed. A cache that cannot be written costs
-    time, not correctness: this warns.
+    broken file and two runs that write at once both succeed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem + ".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(handle)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write an .npz file that other processes see complete or not at all. A cache that cannot be
+    written costs time, not correctness: this warns.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem + ".", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub reads the names as allow_pickle
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+        with replacing(path) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub reads the names as allow_pickle
     except OSError as error:
         warnings.warn(
             f"Could not write {path} ({error}), so this data set will be prepared again next time. "

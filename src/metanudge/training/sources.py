@@ -20,17 +20,11 @@ from metanudge.tasks import SOURCES, EncodedText, Episodes, Given, Text
 from metanudge.tasks.omniglot_files import DownloadError
 from metanudge.training import own_parts, specs
 from metanudge.training.config import GIVEN, TEXT, LearnLr, TrainConfig, flag, own_code
-from metanudge.training.data import (
-    Data,
-    DataShapes,
-    OwnSource,
-    given_tasks,
-    own_data,
-    own_source,
-)
+from metanudge.training.data import Data, DataShapes
 from metanudge.training.device import device_called
 from metanudge.training.errors import UserError, count, refused, spelled
 from metanudge.training.hf_models import build_classifier, with_adapters
+from metanudge.training.own_data import OwnSource, given_tasks, own_data, own_source
 from metanudge.training.spec_language import Spec, known, normal
 from metanudge.training.specs import Shapes
 from metanudge.training.text_data import text_data

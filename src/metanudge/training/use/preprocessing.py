@@ -15,8 +15,8 @@ from metanudge.tasks.images import is_picture
 from metanudge.tasks.read_csv import read_csv, read_header
 from metanudge.tasks.standardise import Standardisation
 from metanudge.tasks.text import TextForm
-from metanudge.training.data import TABLES
 from metanudge.training.errors import UserError
+from metanudge.training.own_data import TABLES
 from metanudge.training.runs import Run
 from metanudge.training.spec_language import convert, split_options
 
