@@ -23,12 +23,12 @@ from metanudge.engines.randomness import mix
 from metanudge.estimators import NonFiniteError
 from metanudge.evaluation import Evaluation
 from metanudge.learner import MetaLearner
-from metanudge.names import some
 from metanudge.params import Params
 from metanudge.tasks import Episodes
 from metanudge.tasks.ahead import Ahead
 from metanudge.tasks.episodes import Split
 from metanudge.training.checkpoint import Checkpoint, CheckpointStore
+from metanudge.training.checkpoint.values import differences
 from metanudge.training.distributed import Group, Share, combine
 from metanudge.training.errors import (
     PATIENCE,
@@ -374,19 +374,8 @@ def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
     """
     for part, module in _parts(learner).items():
         saved, own = checkpoint.tensors.get(part, {}), module.state_dict()
-        differences = {
-            "not in the checkpoint": sorted(own.keys() - saved.keys()),
-            "only in the checkpoint": sorted(saved.keys() - own.keys()),
-            "of another shape": [
-                f"{name} {tuple(saved[name].shape)} → {tuple(own[name].shape)}"
-                for name in own
-                if name in saved and saved[name].shape != own[name].shape
-            ],
-        }
-        if any(differences.values()):
-            detail = "; ".join(
-                f"{what}: {some(names, 3)}" for what, names in differences.items() if names
-            )
+        shapes, was = ({name: t.shape for name, t in one.items()} for one in (own, saved))
+        if detail := differences(shapes, was):
             what = {"model": "model", "log_lam": "learned stiffness"}.get(part, "learned inner lr")
             raise UserError(
                 f"The {what} has changed since {checkpoint.folder} was saved ({detail}). Resume "
