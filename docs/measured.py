@@ -181,6 +181,23 @@ def by_differences() -> dict[str, str]:
     }
 
 
+def online_table() -> str:
+    """Data cleaning online: a row for each method."""
+    heads = ("", "accuracy, %", "AUROC", "cos K", "cos 20", "seconds", "peak MB")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows("hyper_cleaning_online")["table"]:
+        cosines = [f"{row[key]:.3f}" if row[key] is not None else "–" for key in ("own", "long")]
+        values = (
+            f"{100 * mean(row['accuracy']):.1f}",
+            f"{mean(row['auroc']):.3f}",
+            *cosines,
+            f"{mean(row['seconds']):.2f}",
+            f"{mean(row['megabytes']):.2f}",
+        )
+        lines.append(f"| {row['method']} | {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
 def substitutions() -> dict[str, str]:
     """What pages write as {{ name }}."""
     table = ["| | MNIST-1D | Omniglot | sinusoids | sinusoids, steps that overshoot |"]
@@ -191,7 +208,17 @@ def substitutions() -> dict[str, str]:
     values = {"trained_table": "\n".join(table), "variants": str(len(tried))}
     values["default_table"] = default_table()
     values |= by_differences()
-    for name in ("memory-cnn", "memory-steps", "bias-rates", "auto-nu", "gradient-quality"):
+    config = rows("hyper_cleaning_online")["config"]
+    values |= {f"online_{key}": str(config[key]) for key in ("seeds", "training_steps")}
+    values["online_table"] = online_table()
+    for name in (
+        "memory-cnn",
+        "memory-steps",
+        "bias-rates",
+        "auto-nu",
+        "gradient-quality",
+        "inner-rates",
+    ):
         values[name.replace("-", "_")] = sentence(name)
     for row in rows("bench/omniglot-cuda-tf32")["rows"]:
         key = row["name"].replace("-", "_")

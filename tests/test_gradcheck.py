@@ -214,3 +214,17 @@ def test_in_place_it_says_the_same(learner, tasks, twice):
     assert report.residual_growth == pytest.approx(stacked.residual_growth, rel=1e-10)
     assert report.agreement == pytest.approx(stacked.agreement, abs=tolerance)
     assert any("differences of optima" in note for note in report.notes) == (not twice)
+
+
+def test_without_stiffness_the_steps_alone_are_compared(learner, tasks):
+    plain = mn.MetaLearner(
+        learner.model, learner.loss, lam=0.0, solver=learner.solver, estimator=mn.MAML()
+    )
+    report = mn.check_gradient(plain, tasks)
+    assert [row.estimator for row in report.rows] == ["MAML", "FOMAML", "Reptile"]
+    assert report.rows[0].error_adaptation < 1e-12
+    assert 1e-3 < report.rows[1].error_adaptation < 1
+    assert any("λ is 0" in note for note in report.notes)
+    assert "Closest to the K-step adaptation: MAML" in report.verdict
+    assert "implicit gradient: " not in report.verdict
+    assert "λ is 0" in str(report)

@@ -156,3 +156,14 @@ def test_workspaces_of_convolutions(dtype: torch.dtype):
     learner.zero_grad(set_to_none=True)
     seen = peak_memory(lambda: learner.backward(tasks), torch.device("cuda"))
     assert plan.chosen.peak == pytest.approx(seen, rel=0.1)
+
+
+@pytest.mark.filterwarnings("error")  # numbers that are not there say nothing of kinks
+def test_without_stiffness():
+    setup = mlp()
+    learner = mn.MetaLearner(
+        setup.model, setup.loss, lam=0, estimator=mn.MAML(products="difference")
+    )
+    for step in mn.plan(learner, setup.tasks, timed=False).steps:
+        assert (step.peak is None) is isinstance(step.estimator, mn.FOBMAML)
+        assert ("a λ above 0" in step.why) is isinstance(step.estimator, mn.FOBMAML)

@@ -31,6 +31,7 @@ from metanudge.engine_choice import EngineName
 from metanudge.engines import Cost, InplaceEngine, StackedEngine, StackingError
 from metanudge.engines.room import free_memory
 from metanudge.estimators import FOBMAML, FOMAML, MAML, Estimator
+from metanudge.estimators.products import ProductsWarning
 from metanudge.html_table import html_table
 from metanudge.learner import MetaLearner
 from metanudge.solvers import GradientDescent
@@ -231,6 +232,8 @@ def _planned(
 ) -> PlannedStep:
     if engine not in estimator.engines:
         return PlannedStep(estimator, engine, None, f"runs {' and '.join(estimator.engines)} only")
+    if estimator.needs_stiffness and isinstance(learner.lam, int | float) and not learner.lam:
+        return PlannedStep(estimator, engine, None, "needs a λ above 0")
     # in place one task of each kind tells: others come where it was
     tasks = list(TaskBatch.of(batch))
     kinds = {_sizes(task): task for task in tasks}
@@ -269,6 +272,7 @@ def _without_numbers(mode: Any = None) -> Iterator[Any]:
     with warnings.catch_warnings(), mode, _Answers():
         # fused layers compare addresses, which are all alike here
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        warnings.simplefilter("ignore", ProductsWarning)  # there is nothing to take differences of
         yield mode
 
 

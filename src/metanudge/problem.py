@@ -346,7 +346,8 @@ def names_that_adapt(
         matching = {name for name in trainable if fnmatch.fnmatchcase(name, pattern)}
         if not matching:
             frozen = [name for name in everything if fnmatch.fnmatchcase(name, pattern)]
-            only = f", only frozen ones ({some(frozen, 12)}). Set requires_grad=True on them."
+            only = f", only frozen ones ({some(frozen, 12)}). Set requires_grad=True on them; whole"
+            only += " numbers cannot adapt."
             detail = only if frozen else f".{_near(pattern, trainable)}"
             raise UnmatchedPattern(pattern, f"matches no trainable parameter{detail}")
         found |= matching

@@ -149,7 +149,16 @@ def in_groups(kind: Any, apart: dict[str, Any], **options: Any) -> Callable[...,
     return build
 
 
+def in_time(tensors: list[Tensor]) -> torch.optim.Optimizer:
+    """With a schedule."""
+    adam = torch.optim.Adam(tensors, 0.03, betas=(0.8, 0.95))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.5)
+    adam.register_step_post_hook(lambda *_: schedule.step())
+    return adam
+
+
 GROUPS = {
+    "schedule": in_time,
     "SGD": in_groups(torch.optim.SGD, {"lr": 0.02, "momentum": 0.0}, lr=0.1, momentum=0.8),
     "AdamW": in_groups(torch.optim.AdamW, {"lr": 0.003, "weight_decay": 0.0}, lr=0.03),
     "without biases": lambda tensors: torch.optim.Adam([t for t in tensors if t.ndim > 1], 0.03),
@@ -198,10 +207,28 @@ def test_minibatches_and_dropout_masks_are_replayed(name: str):
     assert_slope(mlp(tasks=2, dropout=0.4), solver, seed=11)
 
 
-def test_rates_that_are_learned_start_at_one():
-    setup, solver = mlp(tasks=2), mn.TorchOptimizer(GROUPS["SGD"], 4)
-    with pytest.raises(ValueError, match="its optimizer's groups have several"):
+@pytest.mark.parametrize("name", ["SGD", "schedule"])
+def test_rates_that_are_learned_start_at_one(name: str):
+    setup, solver = mlp(tasks=2), mn.TorchOptimizer(GROUPS[name], 4)
+    with pytest.raises(ValueError, match="its optimizer has several"):
         reversed_gradient(setup, mn.MAML(), solver, "inplace", learn_lr="tensor")
+
+
+def hooked(tensors: Any) -> torch.optim.Optimizer:
+    """Clips gradients, behind everyone's back."""
+    sgd = torch.optim.SGD(tensors, lr=0.1)
+    sgd.register_step_pre_hook(lambda *_: None)
+    return sgd
+
+
+def test_what_may_change_gradients_is_refused():
+    setup = mlp(tasks=2)
+    with pytest.raises(TypeError, match="steps, and a hook before them"):
+        reversed_gradient(setup, mn.MAML(), mn.TorchOptimizer(hooked, 2), "inplace")
+    weights = torch.zeros((), requires_grad=True)
+    sgd = hooked(setup.model.parameters())
+    with pytest.raises(TypeError, match="steps, and a hook before them"):
+        mn.Unrolled(setup.model, weights, lambda b: b, lambda b: b, sgd, 1)
 
 
 @pytest.mark.parametrize("variant", ["foreach", "fused"])

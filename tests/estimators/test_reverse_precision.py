@@ -160,6 +160,42 @@ def test_auto_takes_differences_where_autograd_cannot(
     assert all(p.grad is None for p in setup.model.parameters())
 
 
+class Hungry(torch.autograd.Function):
+    """cosh, whose second derivative does not fit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.cosh()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * HungrySlope.apply(ctx.saved_tensors[0])
+
+
+class HungrySlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sinh()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_auto_takes_differences_where_memory_is_short(caplog: pytest.LogCaptureFixture):
+    setup = mlp()
+
+    def gradient(cosh: Any) -> Any:
+        hungry = setup._replace(loss=lambda a, b: cosh(F.cross_entropy(a, b)))
+        return learner(hungry, mn.MAML()).meta_gradient(setup.tasks)
+
+    found, stats = gradient(Hungry.apply)
+    assert stats.products == "difference"
+    assert "out of memory" in caplog.text
+    assert relative_error(found, gradient(torch.cosh)[0]) < 1e-6
+
+
 def test_a_loss_that_is_one_function_with_one_derivative():
     """A second backward pass would not meet it: its derivative is a constant where it is used."""
     setup = mlp()

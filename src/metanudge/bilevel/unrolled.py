@@ -38,7 +38,8 @@ class UnrolledStats:
         products: how Hessians were multiplied with: `"autograd"` or `"difference"`.
         error: for differences, how far one-sided ones are from the central one in the last step,
             relatively: an error bound where the loss is smooth, near 1 or above where kinks or
-            rounding leave nothing to differentiate. None for autograd.
+            rounding leave nothing to differentiate, which a `ProductsWarning` says. None for
+            autograd.
         lower_gradients, upper_gradients, hessian_products: backward passes through each loss, the
             training steps' own among them, and second ones.
     """

@@ -148,33 +148,32 @@ class Still(Rule):
 
 
 class OptimizerUpdate(Update):
-    """The steps of a `TorchOptimizer`, whose groups of parameters may have options of their own."""
+    """The steps of a `TorchOptimizer`, whose groups of parameters may have options of their own,
+    which its hooks may change after every step (a schedule).
+    """
 
     def __init__(self, solver: TorchOptimizer, rates: Rates | None = None) -> None:
         self._solver = solver
-        self._rules: dict[str, Rule] = {}
+        self._rules: list[dict[str, Rule]] = []  # of each step
         self._remembers = 0
         self.steps, self.batch_size, self.rates = solver.steps, solver.batch_size, rates
         self.needs_gradient = not rule_of(solver).linear or rates is not None
 
     def begin(self, d: Params) -> Memory:
-        """Zeros; also looks at how the optimizer groups these parameters."""
+        """Zeros; also looks at what the optimizer does to these parameters in every step."""
         leaves = {n: leaf[0].detach() for n, leaf in d.items()}
-        optimizer, names = (
-            self._solver.build([*leaves.values()]),
-            {id(t): n for n, t in leaves.items()},
-        )
-        found = rules_of(optimizer, _WHY, _INSTEAD)
+        optimizer = self._solver.build([*leaves.values()])
+        self._rules = [_by_name(optimizer, leaves)] * self.steps
+        if optimizer._optimizer_step_post_hooks:
+            for step in range(1, self.steps):
+                optimizer.step()  # of no gradients: nothing but its hooks
+                self._rules[step] = _by_name(optimizer, leaves)
+        found = {rule for rules in self._rules for rule in rules.values()}
         if self.rates is not None and len({rule.lr for rule in found}) > 1:
             raise ValueError(
-                "learn_lr starts at the solver's lr, but its optimizer's groups have several. Give"
-                " them one, or leave learn_lr out."
+                "learn_lr starts at the solver's lr, but its optimizer has several. Give it one, or"
+                " leave learn_lr out."
             )
-        self._rules = dict.fromkeys(d, Still()) | {
-            names[id(p)]: rule
-            for rule, group in zip(found, optimizer.param_groups, strict=True)
-            for p in group["params"]
-        }
         self._remembers = max(rule.remembers for rule in found)
         return self._zeros(d)
 
@@ -185,7 +184,7 @@ class OptimizerUpdate(Update):
         """Entry by entry."""
         with torch.no_grad():
             moved = {
-                n: self._rules[n].move(
+                n: self._rules[step][n].move(
                     At(step, self._rate(step, n, leaf)), leaf, g[n], *(part[n] for part in memory)
                 )
                 for n, leaf in d.items()
@@ -205,11 +204,11 @@ class OptimizerUpdate(Update):
 
     def pull_back(self, step: int, point: Point, after: Adjoint) -> PulledBack:
         """By autograd through the step, entry by entry."""
-        rules = {n: (self._rules[n], step) for n in point.d}
+        rules = {n: (rule, step) for n, rule in self._rules[step].items()}
         return pulled_through(rules, point, after, partial(self._rate, step))
 
     def _rate(self, step: int, name: str, like: Tensor) -> float | Tensor:
-        return self._rules[name].lr if self.rates is None else self.rates.of(name, step, like)
+        return self._rules[step][name].lr if self.rates is None else self.rates.of(name, step, like)
 
 
 def pulled_through(
@@ -262,6 +261,14 @@ def _rounding_of(g: Params) -> Tensor:
     return _ROUNDINGS * unit * (most if spread is None else spread.largest(most))
 
 
+def _by_name(optimizer: torch.optim.Optimizer, leaves: Params) -> dict[str, Rule]:
+    names = {id(leaf): n for n, leaf in leaves.items()}
+    found = rules_of(optimizer, _WHY, _INSTEAD)
+    groups = zip(found, optimizer.param_groups, strict=True)
+    known = {names[id(p)]: rule for rule, group in groups for p in group["params"]}
+    return {n: known.get(n, Still()) for n in leaves}
+
+
 def rule_of(solver: TorchOptimizer) -> Rule:
     """The rule of an optimizer's first group; raises, by name, where none is known."""
     return rules_of(solver.build([torch.zeros(1, 1)]), _WHY, _INSTEAD)[0]
@@ -271,6 +278,11 @@ def rules_of(optimizer: torch.optim.Optimizer, why: str, instead: str = "") -> l
     """The rule of each of an optimizer's groups, with its present options; raises, by name, where
     none is known.
     """
+    if optimizer._optimizer_step_pre_hooks:
+        raise TypeError(
+            f"{why} a hook before them (register_step_pre_hook) may change gradients without its"
+            " knowing. Take it off; options may change after a step (register_step_post_hook)."
+        )
     kind = type(optimizer)
     for options in optimizer.param_groups:
         refused = [name for name in ("amsgrad", "maximize") if options.get(name)]
