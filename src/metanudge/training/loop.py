@@ -198,7 +198,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "lrs": self._lrs,
             "chunk": learner.chunk,
-            "tuner": learner.tuner.state_dict() if is_automatic(learner.estimator) else None,
+            "tuner": learner.tuner.state_dict() if learner.tuner.nu is not None else None,
         }
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -215,6 +215,8 @@ class Trainer:
         if self.learner.chunk is None:
             self.learner.chunk = state["chunk"]
         if state["tuner"] is not None:
+            # `MAML()` has something where it went over to differences
+            self.learner.problem().twice_differentiable &= is_automatic(self.learner.estimator)
             self.learner.tuner.load_state_dict(state["tuner"])
         self._lrs = state["lrs"]
         self.step = checkpoint.step

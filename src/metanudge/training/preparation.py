@@ -194,7 +194,9 @@ def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> str 
         )
     tuner, learner.tuner = learner.tuner, NuTuner()  # the run chooses a ν on tasks of its own
     try:
-        return learner.meta_gradient(batch, seed=0)[1].products
+        products = learner.meta_gradient(batch, seed=0)[1].products
+        learner.estimator = learner.estimator.on(learner.problem())  # alike on all ranks
+        return products
     except (NonFiniteError, torch.OutOfMemoryError):
         return None  # the training loop deals with these
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
