@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metanudge.names import check_known
+from metanudge.names import near
 from metanudge.prototypes import Prototypes as Prototypes
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -124,8 +124,7 @@ class MLP(nn.Sequential):
         hidden: Sequence[int] = (40, 40),
         activation: str = "relu",
     ) -> None:
-        check_known("activation", activation, list(ACTIVATIONS))
-        make = ACTIVATIONS[activation]
+        make = ACTIVATIONS[_known(activation, ACTIVATIONS, "activation")]
         widths = [in_features, *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for narrow, wide in pairwise(widths):
@@ -159,8 +158,7 @@ class TableNet(nn.Module):
         activation: str = "relu",
     ) -> None:
         super().__init__()
-        check_known("activation", activation, list(ACTIVATIONS))
-        make = ACTIVATIONS[activation]
+        make = ACTIVATIONS[_known(activation, ACTIVATIONS, "activation")]
         self.linear = nn.Linear(in_features, width)
         self.hidden = nn.Sequential(nn.Linear(in_features, width), make(), nn.Linear(width, width))
         self.head = nn.Linear(width, out_features)
@@ -209,8 +207,7 @@ class TransformerBlock(nn.Module):
                 " numbers."
             )
         self.heads = heads
-        check_known("attention", attention, ("math", "fused"))
-        self.attention = attention
+        self.attention = _known(attention, ("math", "fused"), "attention")
         self.positions = nn.Parameter(0.02 * torch.randn(length, d_model))
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.project = nn.Linear(d_model, d_model)
@@ -342,8 +339,7 @@ def build(name: str, **options: Any) -> nn.Module:
         >>> build("conv4", ways=20)(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 20])
     """
-    check_known("model", name, list(MODELS))
-    make = MODELS[name]
+    make = MODELS[_known(name, MODELS, "model")]
     accepted = inspect.signature(make).parameters
     for option in options:
         if option not in accepted:
@@ -351,3 +347,11 @@ def build(name: str, **options: Any) -> nn.Module:
                 f"Model {name!r} has no option {option!r}. Its options are {', '.join(accepted)}."
             )
     return make(**options)
+
+
+def _known(name: str, names: Sequence[str] | dict[str, Any], what: str) -> str:
+    if name not in names:
+        raise ValueError(
+            f"There is no {what} {name!r}.{near(name, names)} The choices are {', '.join(names)}."
+        )
+    return name

@@ -167,10 +167,11 @@ class Setting(nn.Module):
             yield from self.learned_rates.parameters()
 
     def parameter_groups(
-        self, lr: float, lam_lr: float | None = None, rate_lr: float | None = None
+        self, lr: float | None, lam_lr: float | None = None, rate_lr: float | None = None
     ) -> list[dict[str, Any]]:
-        """Parameter groups for an optimizer: the model's with `lr`; log λ with `lam_lr` and learned
-        inner rates with `rate_lr` (default: `lr`), without weight decay.
+        """Parameter groups for an optimizer: the model's with `lr` (None: the optimizer's own); log
+        λ with `lam_lr` and learned inner rates with `rate_lr` (default: `lr`), without weight
+        decay.
 
         Example:
             >>> import metanudge as mn, torch
@@ -181,14 +182,14 @@ class Setting(nn.Module):
             ...     for group in optimizer.param_groups]
             [(2, 0.001, 0.01), (2, 0.01, 0.0)]
         """
-        groups: list[dict[str, Any]] = [{"params": list(self.model.parameters()), "lr": lr}]
+        groups: list[dict[str, Any]] = [{"params": list(self.model.parameters()), **_at(lr)}]
         for own, name, what, parameters in (
             (lam_lr, "lam", "λ is", [*self.lam_parameters()]),
             (rate_lr, "rate", "inner rates are", [*self.rate_parameters()]),
         ):
             if parameters:
-                rate = lr if own is None else own
-                groups.append({"params": parameters, "lr": rate, "weight_decay": 0.0})
+                rate = _at(lr if own is None else own)
+                groups.append({"params": parameters, "weight_decay": 0.0, **rate})
             elif own is not None:
                 learn = "learn_lam" if name == "lam" else "learn_lr"
                 raise ValueError(
@@ -213,6 +214,10 @@ class Setting(nn.Module):
     def _takes_zero_lam(self) -> bool:
         """Whether λ may be 0: not where estimates divide by it."""
         return False
+
+
+def _at(lr: float | None) -> dict[str, float]:
+    return {} if lr is None else {"lr": lr}
 
 
 def _checked_metrics(metrics: Any) -> dict[str, Any]:

@@ -17,9 +17,19 @@ from metanudge.task import Task, TaskBatch
 from metanudge.tasks.class_splits import FRACTIONS, Splits, split_classes
 from metanudge.tasks.draws import Keys, choose, fork, uniform
 from metanudge.tasks.episodes import SPLITS, Episodes, Split, Stream, as_indices, check_split
+from metanudge.tasks.options import passes_on
 from metanudge.tasks.read_tasks import Layout, TaskType, read_tasks
 from metanudge.tasks.standardise import Standardisation
 from metanudge.tasks.task_rows import Kind, Part, TaskRows
+
+
+class GivenOptions(Stream, total=False):
+    """The options that every way of building a `Given` takes; see there."""
+
+    splits: Splits
+    split_seed: int
+    standardise: bool | Standardisation
+    target_scale: Standardisation | None
 
 
 class Given(Episodes):
@@ -59,9 +69,9 @@ class Given(Episodes):
         self,
         tasks: Sequence[Task] | Mapping[str, Task] | TaskRows,
         *,
+        standardise: bool | Standardisation = True,
         splits: Splits = FRACTIONS,
         split_seed: int = 0,
-        standardise: bool | Standardisation = True,
         target_scale: Standardisation | None = None,
         **stream: Unpack[Stream],
     ) -> None:
@@ -98,6 +108,7 @@ class Given(Episodes):
         self._common = [_common(sizes[self._pools["train"], side]) for side in (0, 1)]
 
     @classmethod
+    @passes_on(__init__)
     def from_table(
         cls,
         table: str | os.PathLike[str] | Any,
@@ -111,11 +122,7 @@ class Given(Episodes):
         task_type: TaskType = "auto",
         drop_small: bool = False,
         delimiter: str | None = None,
-        standardise: bool | Standardisation = True,
-        splits: Splits = FRACTIONS,
-        split_seed: int = 0,
-        target_scale: Standardisation | None = None,
-        **stream: Unpack[Stream],
+        **options: Unpack[GivenOptions],
     ) -> Self:
         """From a table in which each row is an example and says which task it belongs to.
 
@@ -133,7 +140,7 @@ class Given(Episodes):
                 whole numbers, are classes.
             drop_small: leave out tasks that are too small to be divided instead of refusing them.
             delimiter: of a .csv file; found in its first line where it is None.
-            standardise, splits, split_seed, target_scale, stream: see `Given`.
+            options: see `Given`.
         """
         targets = (target,) if isinstance(target, str) else tuple(target)
         given = None if features is None else tuple(features)
@@ -142,14 +149,7 @@ class Given(Episodes):
             delimiter,
         )  # fmt: skip
         read = read_tasks(table, layout)
-        source = cls(
-            read,
-            standardise=standardise,
-            splits=splits,
-            split_seed=split_seed,
-            target_scale=target_scale,
-            **stream,
-        )
+        source = cls(read, **options)
         if source.standardisation is not None:
             how = "standardised over the training tasks; standardise=false leaves them as they are"
             source.note = "; ".join(filter(None, [how, read.note]))

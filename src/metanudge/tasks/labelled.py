@@ -20,18 +20,24 @@ from metanudge.tasks.classification import ClassEpisodes, Pool
 from metanudge.tasks.counts import Count, check_span
 from metanudge.tasks.episodes import Sizes, Split, Stream
 from metanudge.tasks.on_disk import OnDisk
+from metanudge.tasks.options import passes_on
 from metanudge.tasks.read_csv import read_csv
 from metanudge.tasks.read_dataset import read_dataset
 from metanudge.tasks.read_folder import ImageSize, read_folder
 from metanudge.tasks.standardise import Standardisation
 
 
-class LabelledOptions(Sizes, total=False):
-    """The options that every way of building a `Labelled` takes; see there."""
+class Divided(Sizes, total=False):
+    """What every source takes whose classes are divided; see `Labelled`."""
 
     splits: Splits
     split_seed: int
     drop_small: bool
+
+
+class LabelledOptions(Divided, total=False):
+    """The options that every way of building a `Labelled` takes; see there."""
+
     standardise: bool | Standardisation
 
 
@@ -76,10 +82,10 @@ class Labelled(ClassEpisodes):
         ways: Count = 5,
         shots: Count = 1,
         queries: int = 15,
+        standardise: bool | Standardisation = False,
         splits: Splits = FRACTIONS,
         split_seed: int = 0,
         drop_small: bool = False,
-        standardise: bool | Standardisation = False,
         **stream: Unpack[Stream],
     ) -> None:
         if isinstance(x, np.memmap):
@@ -154,6 +160,7 @@ class Labelled(ClassEpisodes):
         return source
 
     @classmethod
+    @passes_on(__init__)
     def from_folder(
         cls,
         path: str | os.PathLike[str],
@@ -161,11 +168,7 @@ class Labelled(ClassEpisodes):
         image_size: ImageSize = "auto",
         grey: bool | None = None,
         on_disk: bool | None = None,
-        standardise: bool | Standardisation = False,
-        splits: Splits = FRACTIONS,
-        split_seed: int = 0,
-        drop_small: bool = False,
-        **sizes: Unpack[Sizes],
+        **options: Unpack[LabelledOptions],
     ) -> Self:
         """From a folder with one sub-folder per class; the names of the sub-folders are the
         classes.
@@ -180,7 +183,7 @@ class Labelled(ClassEpisodes):
                 and read them there, so that they need not fit into memory; None where they take
                 more than 256 MiB. Another listing of the folder, size or time of a file is decoded
                 anew.
-            standardise, splits, split_seed, drop_small, sizes: see `Labelled`.
+            options: see `Labelled`.
 
         A class folder holds images (PNG, JPEG, BMP, GIF, WebP, TIFF or PPM) or arrays: .npy, .npz
         with one array, .csv with one vector. Other files are passed over with a warning. Images are
@@ -188,19 +191,12 @@ class Labelled(ClassEpisodes):
         first picture. The order of the examples follows the sorted names, not the file system.
         """
         read = read_folder(path, image_size=image_size, grey=grey, on_disk=on_disk)
-        source = cls(
-            read.examples,
-            read.labels,
-            standardise=standardise,
-            splits=splits,
-            split_seed=split_seed,
-            drop_small=drop_small,
-            **sizes,
-        )
+        source = cls(read.examples, read.labels, **options)
         source.note, source._fingerprint = read.note, read.fingerprint
         return source
 
     @classmethod
+    @passes_on(__init__)
     def from_csv(
         cls,
         path: str | os.PathLike[str],
@@ -209,10 +205,7 @@ class Labelled(ClassEpisodes):
         features: Sequence[str] | None = None,
         delimiter: str | None = None,
         standardise: bool | Standardisation = True,
-        splits: Splits = FRACTIONS,
-        split_seed: int = 0,
-        drop_small: bool = False,
-        **sizes: Unpack[Sizes],
+        **options: Unpack[Divided],
     ) -> Self:
         """From a CSV file with a header: one row per example, numbers in every column but the
         label's.
@@ -223,20 +216,12 @@ class Labelled(ClassEpisodes):
             features: the columns to use as inputs; None takes all but the label.
             delimiter: what separates the cells; None takes the comma, semicolon, tab or bar that
                 the first line is made with.
-            standardise, splits, split_seed, drop_small, sizes: see `Labelled`; here the columns are
-                standardised unless told otherwise.
+            standardise, options: see `Labelled`; here the columns are standardised unless told
+                otherwise.
         """
         table = read_csv(path, label=label, features=features, delimiter=delimiter)
         _check_no_quantity(table.text[label], label)
-        source = cls(
-            table.values,
-            table.text[label],
-            standardise=standardise,
-            splits=splits,
-            split_seed=split_seed,
-            drop_small=drop_small,
-            **sizes,
-        )
+        source = cls(table.values, table.text[label], standardise=standardise, **options)
         source.columns, source._fingerprint = table.names, table.fingerprint
         if source.standardisation is not None:
             source.note = (

@@ -20,9 +20,10 @@ from metanudge.tasks.classification import ClassEpisodes
 from metanudge.tasks.counts import Count, check_count, check_span
 from metanudge.tasks.draws import Keys
 from metanudge.tasks.encoder import encode
-from metanudge.tasks.episodes import Sizes, Split, Stream
-from metanudge.tasks.labelled import Labelled, class_pools
+from metanudge.tasks.episodes import Split, Stream
+from metanudge.tasks.labelled import Divided, Labelled, class_pools
 from metanudge.tasks.ngrams import NGRAMS
+from metanudge.tasks.options import passes_on
 from metanudge.tasks.read_texts import read_texts
 from metanudge.tasks.standardise import Standardisation
 from metanudge.tasks.tokenizers import Tokenizer, find_tokenizer
@@ -76,6 +77,14 @@ class TextForm:
         raw = raw[:, : max(1, int((raw >= 0).sum(1).max()))]
         there = raw >= 0
         return {"input_ids": raw.where(there, self.pad), "attention_mask": there.long()}
+
+
+class TextOptions(Divided, total=False):
+    """The options that every way of building a `Text` takes; see there."""
+
+    tokenizer: str | Tokenizer
+    max_length: int | None
+    fetch: bool
 
 
 class Text(ClassEpisodes):
@@ -149,20 +158,15 @@ class Text(ClassEpisodes):
         self._fingerprint: str | None = None
 
     @classmethod
+    @passes_on(__init__)
     def from_table(
         cls,
         table: str | os.PathLike[str] | Any,
         *,
         text: str = "text",
         label: str = "label",
-        tokenizer: str | Tokenizer = "bytes",
-        max_length: int | None = None,
-        fetch: bool = False,
         delimiter: str | None = None,
-        splits: Splits = FRACTIONS,
-        split_seed: int = 0,
-        drop_small: bool = False,
-        **sizes: Unpack[Sizes],
+        **options: Unpack[TextOptions],
     ) -> Self:
         """From a .csv, .tsv or .jsonl file, a DataFrame, a `datasets` table or a list of dicts.
 
@@ -170,20 +174,10 @@ class Text(ClassEpisodes):
             table: the file or table.
             text, label: names of its columns.
             delimiter: of a .csv file; None finds it in the first line.
-            tokenizer, max_length, fetch, splits, split_seed, drop_small, sizes: see `Text`.
+            options: see `Text`.
         """
         read = read_texts(table, text=text, label=label, delimiter=delimiter)
-        source = cls(
-            read.texts,
-            read.labels,
-            tokenizer=tokenizer,
-            max_length=max_length,
-            fetch=fetch,
-            splits=splits,
-            split_seed=split_seed,
-            drop_small=drop_small,
-            **sizes,
-        )
+        source = cls(read.texts, read.labels, **options)
         source._fingerprint = read.fingerprint
         return source
 
@@ -231,6 +225,7 @@ class EncodedText(Labelled):
     texts: Sequence[str]
 
     @classmethod
+    @passes_on(Labelled.__init__)
     def from_table(
         cls,
         table: str | os.PathLike[str] | Any,
@@ -242,10 +237,7 @@ class EncodedText(Labelled):
         fetch: bool = False,
         delimiter: str | None = None,
         standardise: bool | Standardisation | None = None,
-        splits: Splits = FRACTIONS,
-        split_seed: int = 0,
-        drop_small: bool = False,
-        **sizes: Unpack[Sizes],
+        **options: Unpack[Divided],
     ) -> Self:
         """From what `Text.from_table` takes, and an encoder.
 
@@ -261,20 +253,13 @@ class EncodedText(Labelled):
             standardise: see `Labelled`. None: an encoder's features are, since of length 1 they
                 are far too small for usual inner learning rates; n-grams are not, since rare ones
                 would drown the others.
-            splits, split_seed, drop_small, sizes: see `Labelled`.
+            options: see `Labelled`.
         """
         read = read_texts(table, text=text, label=label, delimiter=delimiter)
         check_texts(read.texts)
         found = encode(read.texts, encoder, max_length=max_length, fetch=fetch)
-        source = cls(
-            found.features,
-            read.labels,
-            standardise=encoder != NGRAMS if standardise is None else standardise,
-            splits=splits,
-            split_seed=split_seed,
-            drop_small=drop_small,
-            **sizes,
-        )
+        usual = encoder != NGRAMS if standardise is None else standardise
+        source = cls(found.features, read.labels, standardise=usual, **options)
         source._fingerprint = read.fingerprint
         source.texts = read.texts
         source.form = TextForm(found.max_length, encoder=found.encoder, encoder_sha256=found.sha256)

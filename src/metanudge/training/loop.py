@@ -311,56 +311,36 @@ class Trainer:
             raise Interrupted(signal)
 
     def _with_memory(self, call: Callable[[], T], *, rows: int) -> T:
-        """Call, with half the chunk after each time the memory runs out."""
-        return halving(
-            call,
-            self.learner,
-            rows=rows,
-            halves=lambda: self.engine() != "inplace",
-            note=lambda before, now: self.around.note(
-                f"Out of memory at step {self.step + 1} with {before} solves at once; going on with"
-                f" {now}."
-            ),
-        )
+        """Call, with half of `learner.chunk` after each time the memory runs out; the learner keeps
+        the smaller chunk.
+
+        Args:
+            call: computes with the learner, and may be called again.
+            rows: solves that the call makes; what the first chunk is when the learner has none.
+        """
+        learner = self.learner
+        while True:
+            try:
+                return call()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                message = str(error).splitlines()[0]
+            # Out here the exception, and with it the tensors of its frames, is gone.
+            if next(learner.parameters()).device.type == "cuda":
+                torch.cuda.empty_cache()
+            chunk = min(learner.chunk or rows, rows)
+            if chunk <= 1 or self.engine() == "inplace":
+                raise OutOfMemory(message)
+            learner.chunk = chunk // 2
+            self.around.note(
+                f"Out of memory at step {self.step + 1} with {chunk} solves at once; going on with"
+                f" {learner.chunk}."
+            )
 
 
 class OutOfMemory(Exception):
     """One solve at a time is still too much; the message is torch's."""
-
-
-def halving(
-    call: Callable[[], T],
-    learner: MetaLearner,
-    *,
-    rows: int,
-    halves: Callable[[], bool],
-    note: Callable[[int, int], None],
-) -> T:
-    """Call, with half of `learner.chunk` after each time the memory runs out; the learner keeps the
-    smaller chunk.
-
-    Args:
-        call: computes with the learner, and may be called again.
-        learner: whose chunk is halved.
-        rows: solves that the call makes; what the first chunk is when the learner has none.
-        halves: whether the engine in use heeds the chunk.
-        note: told the old and the new chunk.
-    """
-    while True:
-        try:
-            return call()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            message = str(error).splitlines()[0]
-        # Out here the exception, and with it the tensors of its frames, is gone.
-        if next(learner.parameters()).device.type == "cuda":
-            torch.cuda.empty_cache()
-        chunk = min(learner.chunk or rows, rows)
-        if chunk <= 1 or not halves():
-            raise OutOfMemory(message)
-        learner.chunk = chunk // 2
-        note(chunk, learner.chunk)
 
 
 def weights_of(learner: MetaLearner) -> dict[str, Mapping[str, torch.Tensor]]:

@@ -53,9 +53,9 @@ def named(text: str, flag: str, *, makes: str) -> tuple[str, dict[str, str], Any
     own = own_code(text)
     assert own is not None, text
     module, attribute, options = own
-    found = import_own(module, attribute, flag, makes=makes)
     name = f"{module}:{attribute}"
-    return name, split_options(options, f"{flag} {name}"), found
+    where = f"{flag} {name}"
+    return name, split_options(options, where), _imported(module, attribute, where, makes)
 
 
 def function(text: str, flag: str, *, makes: str) -> tuple[str, dict[str, str], Any]:
@@ -73,11 +73,7 @@ def function(text: str, flag: str, *, makes: str) -> tuple[str, dict[str, str], 
     return own
 
 
-def import_own(module: str, attribute: str, flag: str, *, makes: str) -> Any:
-    """What an attribute of a module of the user's own is; `flag` names it and `makes` says what it
-    should be.
-    """
-    where = f"{flag} {module}:{attribute}"
+def _imported(module: str, attribute: str, where: str, makes: str) -> Any:
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise UserError(
             f"{where}: {module} is a module of Python itself and makes no {makes}. Name one of"
@@ -240,14 +236,7 @@ def parameter_groups(
     """What an outer optimizer optimises: the learner's parameters; log λ and inner rates, where
     they are learned, in groups without weight decay.
     """
-    learned = [
-        {"params": parameters, "weight_decay": 0.0, **({} if lr is None else {"lr": lr})}
-        for parameters, lr in (
-            ([*learner.lam_parameters()], lam_lr),
-            ([*learner.rate_parameters()], rate_lr),
-        )
-        if parameters
-    ]
+    _, *learned = learner.parameter_groups(None, lam_lr, rate_lr)
     fixed = getattr(learner.model, "fixed_start", ())
     own = [p for name, p in learner.model.named_parameters() if not name.startswith(fixed)]
     return [{"params": own}, *learned] if learned else own

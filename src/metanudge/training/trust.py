@@ -6,14 +6,14 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
-from metanudge.tasks.ngrams import NGRAMS
 from metanudge.training.config import TrainConfig, flag, own_code
 from metanudge.training.errors import UserError
 
 CODE = ("data", "model", "loss", "query_loss", "metrics", "optimizer", "augment")
 """What may name code of the user's own, as module:attribute."""
 FETCHED = ("encoder", "tokenizer")
-"""What may name something that is fetched."""
+"""What may name something that is fetched, or one of `OURS`."""
+OURS = ("bytes", "ngrams")
 
 
 def named_code(config: TrainConfig) -> dict[str, str]:
@@ -46,7 +46,7 @@ def check_trust(config: TrainConfig, file: Path, *, but: Collection[str] = ()) -
             )
     for setting in FETCHED:
         name = None if setting in but else getattr(config, setting)
-        if name not in (None, "bytes", NGRAMS) and not Path(name).is_dir():
+        if name not in (None, *OURS) and not Path(name).is_dir():
             raise UserError(
                 f"{file} names {name}, which is no folder here and might be fetched. Where you"
                 " trust the file, add --trust (in Python: trust=True)."

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch.optim import lr_scheduler
 
 from checkpoints import identical, through_files
 from metanudge.optim import SNGDM, ClippedGD, NormalizedGD
-from metanudge.training.checkpoint import CheckpointStore, load, rng_state, save, set_rng_state
+from metanudge.training.checkpoint import CheckpointStore, load, save
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -33,6 +34,24 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "NormalizedGD": lambda p: NormalizedGD(p, lr=0.01, smoothing=0.1),
     "SNGDM": lambda p: SNGDM(p, lr=0.01),
 }
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of the global random generators."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    for device, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda, device)
 
 
 def build(

@@ -7,24 +7,22 @@ the format.
 
     store = CheckpointStore("runs/omniglot/checkpoints")
     store.save(
-        step, {"model": model.state_dict()}, {"optimizer": optimizer.state_dict(), "rng":
-        rng_state()}, best=improved
+        step, {"model": model.state_dict()}, {"optimizer": optimizer.state_dict()}, best=improved
     )
     ...
     checkpoint = store.load()  # or store.load("best"), or store.load(300)
     model.load_state_dict(checkpoint.tensors["model"])
     optimizer.load_state_dict(checkpoint.state["optimizer"])
-    set_rng_state(checkpoint.state["rng"])
 
 Models that are spread over ranks have checkpoints of their own, in
 `metanudge.training.checkpoint.sharded`; loading torch's code for them takes time.
 
-Three parts: values (`pack`, `unpack`) and random states; files that vouch for themselves; folders,
+Three parts: values (`pack`, `unpack`); files that vouch for themselves; folders,
 one (`save`, `load`) and many (`CheckpointStore`).
 """
 
 from metanudge.training.checkpoint.store import Checkpoint, CheckpointStore, load, save
-from metanudge.training.checkpoint.values import pack, rng_state, set_rng_state, unpack
+from metanudge.training.checkpoint.values import pack, unpack
 from metanudge.training.errors import CheckpointError
 
 __all__ = [
@@ -33,8 +31,6 @@ __all__ = [
     "CheckpointStore",
     "load",
     "pack",
-    "rng_state",
     "save",
-    "set_rng_state",
     "unpack",
 ]
