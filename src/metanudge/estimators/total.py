@@ -96,6 +96,9 @@ class Stats:
         facts |= {name: f"{value:.4g}" for name, value in self.extra.items()}
         if self.nu is not None:
             facts["ν"] = f"{self.nu:.3g}"
+        if self.products is not None:
+            error = "" if self.error is None else f" (error about {self.error:.1g})"
+            facts["products"] = self.products + error
         return facts | {"|meta-gradient|": f"{self.gradient_norm:.3g}"}
 
     def __str__(self) -> str:
