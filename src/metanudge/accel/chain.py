@@ -29,7 +29,7 @@ from metanudge.accel.layers import (
 )
 from metanudge.accel.toolchain import triton_works
 from metanudge.accel.trunk import order_for, trunk_for
-from metanudge.accel.trunk.blocks import Block, BlockPlaces, BlockWeights, Tail, Trunk, match
+from metanudge.accel.trunk.blocks import Block, BlockWeights, Places, Tail, Trunk, match
 from metanudge.engines.vmapped import repeated
 from metanudge.objective import Loss, Objective
 from metanudge.params import Params
@@ -236,7 +236,7 @@ class Chain:
         else:
             assert self._trunk is not None
             blocks, place = self._trunk.blocks, self._places(into)
-            places = [BlockPlaces(*_of_block(block, place)) for block in blocks]
+            places = [_of_block(block, place) for block in blocks]
             outputs = data.trunk.outputs(
                 data.prepared, [_block_weights(block, weights) for block in blocks], places
             )
@@ -247,7 +247,7 @@ class Chain:
         return x
 
 
-def _of_block(block: Block, get: Weights) -> tuple[Tensor | None, ...]:
+def _of_block(block: Block, get: Weights) -> Places:
     return (
         get(block.conv, "weight"),
         get(block.conv, "bias"),

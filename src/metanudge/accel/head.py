@@ -174,11 +174,9 @@ class _CrossEntropy(torch.autograd.Function):
         rows, examples, features = x.shape
         classes = weight.shape[1]
         dx = x.new_empty(x.shape)
-        places = [
-            None if place is None or not place[0].is_contiguous() else place for place in ctx.into
-        ]
-        dweight = weight.new_empty(weight.shape) if places[0] is None else places[0]
-        dbias = weight.new_empty(rows, classes) if places[1] is None else places[1]
+        place, bias_place = ctx.into  # each row dense
+        dweight = weight.new_empty(weight.shape) if place is None else place
+        dbias = weight.new_empty(rows, classes) if bias_place is None else bias_place
         sizes = _sizes(features, classes)
         _backward[(rows, triton.cdiv(features, sizes["BLOCK_F"]))](
             outer.contiguous(), slopes, x, weight, dx, dweight, dbias, examples,

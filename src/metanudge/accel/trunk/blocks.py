@@ -88,13 +88,8 @@ class BlockWeights(NamedTuple):
     beta: Tensor | None  # (rows, out_channels)
 
 
-class BlockPlaces(NamedTuple):
-    """Where a block's gradients may be written, one each for the parameters of `BlockWeights`."""
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    gamma: Tensor | None = None
-    beta: Tensor | None = None
+Places = tuple[Tensor | None, ...]
+"""Where a block's gradients may be written, one each for the parameters of `BlockWeights`."""
 
 
 class Trunk(ABC):
@@ -111,7 +106,7 @@ class Trunk(ABC):
         self,
         prepared: Any,
         weights: Sequence[BlockWeights],
-        into: Sequence[BlockPlaces] | None = None,
+        into: Sequence[Places] | None = None,
     ) -> Tensor:
         """Outputs `(rows, examples, channels, *spatial)`; rows are nudges × tasks, nudge by nudge,
         on the prepared tasks.

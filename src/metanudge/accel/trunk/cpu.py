@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from metanudge.accel.trunk import first_block, later_block
-from metanudge.accel.trunk.blocks import Block, BlockPlaces, BlockWeights, Trunk
+from metanudge.accel.trunk.blocks import Block, BlockWeights, Places, Trunk
 from metanudge.accel.trunk.convolution import Columns, Convolution, Native
 from metanudge.accel.trunk.first_block import FirstBlock, Patches
 from metanudge.accel.trunk.groups import group_sizes
@@ -103,7 +103,7 @@ class CPUTrunk(Trunk):
         self,
         prepared: Prepared,
         weights: Sequence[BlockWeights],
-        into: Sequence[BlockPlaces] | None = None,
+        into: Sequence[Places] | None = None,
     ) -> Tensor:
         """Outputs `(rows, examples, channels, *spatial)`; gradients come as they are made."""
         out: Tensor = _Blocks.apply(prepared, *(leaf for block in weights for leaf in block))

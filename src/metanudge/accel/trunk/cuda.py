@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from metanudge.accel.trunk import first_kernels, kernels
-from metanudge.accel.trunk.blocks import Block, BlockPlaces, BlockWeights, Tail, Trunk
+from metanudge.accel.trunk.blocks import Block, BlockWeights, Places, Tail, Trunk
 from metanudge.accel.trunk.launches import (
     ENOUGH_PROGRAMS,
     Gradients,
@@ -105,7 +105,7 @@ class CUDATrunk(Trunk):
         self,
         prepared: _Prepared,
         weights: Sequence[BlockWeights],
-        into: Sequence[BlockPlaces] | None = None,
+        into: Sequence[Places] | None = None,
     ) -> Tensor:
         """Outputs `(rows, examples, channels, *spatial)`."""
         y: Tensor = _Run.apply(self, prepared, into, *(leaf for block in weights for leaf in block))
@@ -134,7 +134,7 @@ class CUDATrunk(Trunk):
         self,
         prepared: _Prepared,
         weights: list[BlockWeights],
-        into: Sequence[BlockPlaces] | None,
+        into: Sequence[Places] | None,
         kept: list[_Kept],
         pick: Tensor | None,
         dy: Tensor,
@@ -207,20 +207,17 @@ class CUDATrunk(Trunk):
             BLOCK_F=shape.padded_patch, BLOCK_Q=shape.padded_window, BLOCK_P=64, BLOCK_N=width,
             num_warps=4,
         )  # fmt: skip
-        dweight, dense = found.weight, found.weight[0].is_contiguous()
-        if not dense:
-            dweight = torch.empty_like(dweight, memory_format=torch.contiguous_format)
+        assert found.weight[0].is_contiguous()  # see `order`
         first_kernels.first_backward[(rows, columns)](
-            sums, ones, weight, gamma, beta, prepared.means, prepared.covariance, dweight,
+            sums, ones, weight, gamma, beta, prepared.means, prepared.covariance, found.weight,
             found.gamma, found.beta, found.bias,
             tasks, tiles, weight.stride(0), gamma.stride(0), beta.stride(0),
-            dweight.stride(0), found.gamma.stride(0), found.beta.stride(0), found.bias.stride(0),
+            found.weight.stride(0), found.gamma.stride(0), found.beta.stride(0),
+            found.bias.stride(0),
             shape.eps,
             CO=shape.co, FEATURES=shape.patch, BIAS=block.bias is not None,
             BLOCK_F=shape.padded_patch, BLOCK_N=width, num_warps=4,
         )  # fmt: skip
-        if not dense:
-            found.weight.copy_(dweight)
 
     def _later(
         self, shape: Shape, x: Tensor, block: BlockWeights, dtype: torch.dtype
@@ -362,7 +359,7 @@ class _Run(torch.autograd.Function):
         ctx: Any,
         trunk: CUDATrunk,
         prepared: _Prepared,
-        into: Sequence[BlockPlaces] | None,
+        into: Sequence[Places] | None,
         *leaves: Tensor | None,
     ) -> Tensor:
         weights = [BlockWeights(*leaves[n : n + 4]) for n in range(0, len(leaves), 4)]  # type: ignore[arg-type]

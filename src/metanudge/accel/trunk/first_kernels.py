@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from metanudge.accel.trunk.kernels import DROPPED
+from metanudge.accel.trunk.kernels import DROPPED, within
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def patch_moments(
         y = (m // out_width % out_height - PAD_H)[None, :] + fy[:, None]
         x = (m % out_width - PAD_W)[None, :] + fx[:, None]
         real = (m < end)[None, :] & (f < FEATURES)[:, None]
-        ok = real & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        ok = real & within(y, x, height, width)
         source = ((m // (out_height * out_width) * height)[None, :] + y) * width + x
         patch = tl.where(
             real, tl.load(images + source * CI + channel[:, None], mask=ok, other=0.0) - middle, 0.0
@@ -154,8 +154,11 @@ def _first_weights(
 
 
 @triton.jit
-def _better(best, which, value, n):
-    """The larger of two (the first of equals; NaN wins), and its number."""
+def _larger(best, which, window, weight, none, scale, shift, n, PRECISION: tl.constexpr):
+    """The larger of the best so far and the window's n-th normalised convolution (the first of
+    equals; NaN wins), and its number.
+    """
+    value = _product(window, weight, none, PRECISION) * scale + shift
     better = (value > best) | (value != value)
     return tl.where(better, value, best), tl.where(better, n, which)
 
@@ -198,28 +201,17 @@ def first_forward(
         inside = p < end
         y = (p // out_width % out_height * PH - PAD_H)[:, None] + qy[None, :]
         x = (p % out_width * PW - PAD_W)[:, None] + qx[None, :]
-        ok = (
-            inside[:, None]
-            & (channel < CI)[None, :]
-            & (y >= 0)
-            & (y < height)
-            & (x >= 0)
-            & (x < width)
-        )
+        ok = inside[:, None] & (channel < CI)[None, :] & within(y, x, height, width)
         source = ((p // (out_height * out_width) * height)[:, None] + y) * width + x
         window = _rounded(
             tl.load(images + source * CI + channel[None, :], mask=ok, other=0.0), ROUND_DATA
         )
         best = _product(window, w0, none, PRECISION) * scale + shift
         which = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.int32)
-        best, which = _better(best, which, _product(window, w1, none, PRECISION) * scale + shift, 1)
+        best, which = _larger(best, which, window, w1, none, scale, shift, 1, PRECISION)
         if PH * PW == 4:
-            best, which = _better(
-                best, which, _product(window, w2, none, PRECISION) * scale + shift, 2
-            )
-            best, which = _better(
-                best, which, _product(window, w3, none, PRECISION) * scale + shift, 3
-            )
+            best, which = _larger(best, which, window, w2, none, scale, shift, 2, PRECISION)
+            best, which = _larger(best, which, window, w3, none, scale, shift, 3, PRECISION)
         which = tl.where(best <= 0, DROPPED, which)
         best = tl.where(best <= 0, 0.0, best)  # NaN stays NaN
         kept = inside[:, None] & (co < CO)[None, :]
@@ -280,14 +272,7 @@ def first_sums_backward(
         inside = p < end
         y = (p // out_width % out_height * PH - PAD_H)[None, :] + qy[:, None]
         x = (p % out_width * PW - PAD_W)[None, :] + qx[:, None]
-        ok = (
-            inside[None, :]
-            & (channel < CI)[:, None]
-            & (y >= 0)
-            & (y < height)
-            & (x >= 0)
-            & (x < width)
-        )
+        ok = inside[None, :] & (channel < CI)[:, None] & within(y, x, height, width)
         source = ((p // (out_height * out_width) * height)[None, :] + y) * width + x
         window = _rounded(
             tl.load(images + source * CI + channel[:, None], mask=ok, other=0.0), ROUND_DATA

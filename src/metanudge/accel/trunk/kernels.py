@@ -12,11 +12,25 @@ import triton
 import triton.language as tl
 
 DROPPED = tl.constexpr(255)  # a pooled entry that the ReLU set to zero
+SIZES = ("height", "width", "out_height", "out_width")
+"""Arguments of kernels that are not compiled anew for other values."""
 
 
 def width(channels: int) -> int:
     """How many channels one program takes."""
     return min(64, max(16, triton.next_power_of_2(channels)))
+
+
+@triton.jit
+def place_of(p, height, width):
+    """Example, row and column of an entry."""
+    return p // (height * width), p // width % height, p % width
+
+
+@triton.jit
+def within(y, x, height, width):
+    """Whether a pixel is one of the image, and not beyond its border."""
+    return (y >= 0) & (y < height) & (x >= 0) & (x < width)
 
 
 @triton.jit(do_not_specialize=["row_stride"])
@@ -46,9 +60,7 @@ def pack_weights(
     )
 
 
-@triton.jit(
-    do_not_specialize=["x_rows", "pixels", "height", "width", "out_height", "out_width", "tiles"]
-)
+@triton.jit(do_not_specialize=["x_rows", "pixels", *SIZES, "tiles"])
 def convolve(
     x, weight, out, stats,
     x_rows, pixels, height, width, out_height, out_width, tiles,
@@ -69,9 +81,7 @@ def convolve(
     co = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = m < pixels
-    example = m // (out_height * out_width)
-    i = m // out_width % out_height
-    j = m % out_width
+    example, i, j = place_of(m, out_height, out_width)
     k = tl.arange(0, BLOCK_K)
     x += (row % x_rows) * (pixels // (out_height * out_width)) * height * width * CI
     weight += row * (KH * KW * CI * CO)
@@ -87,15 +97,10 @@ def convolve(
             a = tl.load(source + ci[None, :], mask=ok[:, None] & (ci < CI)[None, :], other=0.0)
             known = (ci < CI)[:, None] & (co < CO)[None, :]
             if BACK:
-                b = tl.load(
-                    weight + (KH * KW - 1 - tap) * (CI * CO) + ci[:, None] * CO + co[None, :],
-                    mask=known,
-                    other=0.0,
-                )
+                at = weight + (KH * KW - 1 - tap) * (CI * CO) + ci[:, None] * CO + co[None, :]
             else:
-                b = tl.load(
-                    weight + tap * (CI * CO) + co[None, :] * CI + ci[:, None], mask=known, other=0.0
-                )
+                at = weight + tap * (CI * CO) + co[None, :] * CI + ci[:, None]
+            b = tl.load(at, mask=known, other=0.0)
             total = tl.dot(a, b, total, input_precision=PRECISION)
     if BACK:
         total = total / tl.load(stats + row)
@@ -154,7 +159,7 @@ def normalisation(
     tl.store(coefficients + 3 * CO + co, shift, mask=known)
 
 
-@triton.jit(do_not_specialize=["pooled", "height", "width", "out_height", "out_width"])
+@triton.jit(do_not_specialize=["pooled", *SIZES])
 def normalise_and_pool(
     z, coefficients, out, pick, pooled, height, width, out_height, out_width,
     CO: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -165,14 +170,12 @@ def normalise_and_pool(
     co = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     kept = (p < pooled)[:, None] & (co < CO)[None, :]
-    example = p // (out_height * out_width)
-    i = p // out_width % out_height * PH
-    j = p % out_width * PW
+    example, i, j = place_of(p, out_height, out_width)
     z += row * (pooled // (out_height * out_width)) * height * width * CO
     coefficients += row * 4 * CO
     scale = tl.load(coefficients + 2 * CO + co, mask=co < CO, other=0.0)[None, :]
     shift = tl.load(coefficients + 3 * CO + co, mask=co < CO, other=0.0)[None, :]
-    corner = z + ((example * height + i) * width + j)[:, None] * CO + co[None, :]
+    corner = z + ((example * height + i * PH) * width + j * PW)[:, None] * CO + co[None, :]
     best = tl.load(corner, mask=kept, other=0.0).to(tl.float32) * scale + shift
     which = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.int32)
     for n in tl.static_range(1, PH * PW):
@@ -190,7 +193,7 @@ def normalise_and_pool(
     tl.store(pick + place, which.to(tl.uint8), mask=kept)
 
 
-@triton.jit(do_not_specialize=["pooled", "height", "width", "out_height", "out_width", "tiles"])
+@triton.jit(do_not_specialize=["pooled", *SIZES, "tiles"])
 def sums_backward(
     z, coefficients, pick, dy, sums, pooled, height, width, out_height, out_width, tiles,
     CO: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -202,9 +205,7 @@ def sums_backward(
     co = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
     kept = (p < pooled)[:, None] & (co < CO)[None, :]
-    example = p // (out_height * out_width)
-    i = p // out_width % out_height * PH
-    j = p % out_width * PW
+    example, i, j = place_of(p, out_height, out_width)
     z += row * (pooled // (out_height * out_width)) * height * width * CO
     place = row * pooled * CO + p[:, None] * CO + co[None, :]
     which = tl.load(pick + place, mask=kept, other=255).to(tl.int32)
@@ -212,7 +213,7 @@ def sums_backward(
     g = tl.load(dy + place, mask=alive, other=0.0).to(tl.float32)
     step = which // PW * width + which % PW
     chosen = tl.load(
-        z + (((example * height + i) * width + j)[:, None] + step) * CO + co[None, :],
+        z + (((example * height + i * PH) * width + j * PW)[:, None] + step) * CO + co[None, :],
         mask=alive,
         other=0.0,
     ).to(tl.float32)
@@ -268,17 +269,7 @@ def normalisation_backward(
         tl.store(factor + row, 1.0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "gamma_stride",
-        "beta_stride",
-        "pixels",
-        "height",
-        "width",
-        "out_height",
-        "out_width",
-    ]
-)
+@triton.jit(do_not_specialize=["gamma_stride", "beta_stride", "pixels", *SIZES])
 def spread_backward(
     z, coefficients, pick, dy, dgamma, dbeta, factor, dz, gamma_stride, beta_stride, pixels,
     height, width, out_height, out_width,
@@ -292,9 +283,7 @@ def spread_backward(
     co = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     kept = (m < pixels)[:, None] & (co < CO)[None, :]
-    example = m // (height * width)
-    i = m // width % height
-    j = m % width
+    example, i, j = place_of(m, height, width)
     pooled = (i // PH < out_height) & (j // PW < out_width)
     p = (example * out_height + i // PH) * out_width + j // PW
     examples = pixels // (height * width)
@@ -315,19 +304,7 @@ def spread_backward(
     tl.store(dz + at, value.to(dz.dtype.element_ty), mask=kept)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "x_rows",
-        "pixels",
-        "height",
-        "width",
-        "out_height",
-        "out_width",
-        "share",
-        "share_stride",
-        "row_stride",
-    ]
-)
+@triton.jit(do_not_specialize=["x_rows", "pixels", *SIZES, "share", "share_stride", "row_stride"])
 def weight_backward(
     x, dz, factor, out, x_rows, pixels, height, width, out_height, out_width, share,
     share_stride, row_stride, co_stride, ci_stride, tap_stride,
@@ -352,10 +329,11 @@ def weight_backward(
     for begin in range(part * share, end, BLOCK_K):
         m = begin + k
         inside = m < end
-        y = m // out_width % out_height + tap // KW - PAD_H
-        w = m % out_width + tap % KW - PAD_W
-        ok = inside & (y >= 0) & (y < height) & (w >= 0) & (w < width)
-        source = (m // (out_height * out_width) * height + y) * width + w
+        example, i, j = place_of(m, out_height, out_width)
+        y = i + tap // KW - PAD_H
+        w = j + tap % KW - PAD_W
+        ok = inside & within(y, w, height, width)
+        source = (example * height + y) * width + w
         a = tl.load(
             x + source[None, :] * CI + ci[:, None], mask=ok[None, :] & (ci < CI)[:, None], other=0.0
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
-from metanudge.accel.trunk.blocks import Block, BlockPlaces, BlockWeights
+from metanudge.accel.trunk.blocks import Block, BlockWeights, Places
 
 ENOUGH_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 
@@ -117,12 +117,12 @@ class Gradients:
     beta: Tensor
 
     @classmethod
-    def of(cls, block: BlockWeights, into: BlockPlaces | None) -> Gradients:
+    def of(cls, block: BlockWeights, into: Places | None) -> Gradients:
         """The given places, and new ones where none is given; the sums for scale and shift are
         needed anyway.
         """
         weight, (bias, gamma, beta) = block.weight.shape, [block.weight.shape[:2]] * 3
-        given = BlockPlaces() if into is None else into
+        given = (None,) * 4 if into is None else into
         pairs = zip((weight, bias, gamma, beta), given, strict=True)
         return cls(
             *(block.weight.new_empty(shape) if place is None else place for shape, place in pairs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from metanudge.accel.trunk.kernels import DROPPED
+from metanudge.accel.trunk.kernels import DROPPED, SIZES, place_of
 
 
 @triton.jit(do_not_specialize=["pixels"])
@@ -27,7 +27,34 @@ def statistics(z, stats, pixels, CO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_
     tl.store(stats + CO + co, tl.sum(off * off, 0), mask=co < CO)
 
 
-@triton.jit(do_not_specialize=["pixels", "height", "width", "out_height", "out_width"])
+@triton.jit
+def _entries(
+    z, coefficients, pick, dy, h, m, co, pixels, height, width, out_height, out_width,
+    CO: tl.constexpr,
+):  # fmt: skip
+    """Of pixels and channels: x̂, h, and g, which is dy at the chosen entries and zero elsewhere;
+    which are chosen, which exist, and which write to their pooled entry; where both lie.
+    """
+    kept = (m < pixels)[:, None] & (co < CO)[None, :]
+    example, i, j = place_of(m, height, width)
+    inside = (i // 2 < out_height) & (j // 2 < out_width)
+    seen = kept & inside[:, None]
+    place = ((example * out_height + i // 2) * out_width + j // 2)[:, None] * CO + co[None, :]
+    which = tl.load(pick + place, mask=seen, other=255).to(tl.int32)
+    member = (i % 2 * 2 + j % 2)[:, None]
+    chosen = seen & (which == member)
+    g = tl.load(dy + place, mask=chosen, other=0.0).to(tl.float32)
+    at = m[:, None] * CO + co[None, :]
+    along = tl.load(h + at, mask=kept, other=0.0).to(tl.float32)
+    mean = tl.load(coefficients + co, mask=co < CO, other=0.0)[None, :]
+    inverse = tl.load(coefficients + CO + co, mask=co < CO, other=0.0)[None, :]
+    x = (tl.load(z + at, mask=kept, other=0.0).to(tl.float32) - mean) * inverse
+    # somebody has to write the zero of what was dropped
+    written = chosen | (seen & (which == DROPPED) & (member == 0))
+    return x, along, g, chosen, kept, written, at, place
+
+
+@triton.jit(do_not_specialize=["pixels", *SIZES])
 def sums_twice(
     z, coefficients, pick, dy, h, sums, pixels, height, width, out_height, out_width,
     CO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -38,21 +65,9 @@ def sums_twice(
     tile = tl.program_id(0)
     co = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    kept = (m < pixels)[:, None] & (co < CO)[None, :]
-    i = m // width % height
-    j = m % width
-    inside = (i // 2 < out_height) & (j // 2 < out_width)
-    place = ((m // (height * width) * out_height + i // 2) * out_width + j // 2)[:, None] * CO + co[
-        None, :
-    ]
-    which = tl.load(pick + place, mask=kept & inside[:, None], other=255).to(tl.int32)
-    chosen = kept & inside[:, None] & (which == (i % 2 * 2 + j % 2)[:, None])
-    g = tl.load(dy + place, mask=chosen, other=0.0).to(tl.float32)
-    at = m[:, None] * CO + co[None, :]
-    along = tl.load(h + at, mask=kept, other=0.0).to(tl.float32)
-    mean = tl.load(coefficients + co, mask=co < CO, other=0.0)[None, :]
-    inverse = tl.load(coefficients + CO + co, mask=co < CO, other=0.0)[None, :]
-    x = (tl.load(z + at, mask=kept, other=0.0).to(tl.float32) - mean) * inverse
+    x, along, g, _, _, _, _, _ = _entries(
+        z, coefficients, pick, dy, h, m, co, pixels, height, width, out_height, out_width, CO
+    )
     sums += tile * 3 * CO
     tl.store(sums + co, tl.sum(along, 0), mask=co < CO)
     tl.store(sums + CO + co, tl.sum(along * x, 0), mask=co < CO)
@@ -100,7 +115,7 @@ def factors_twice(
     tl.store(factors + 6 * CO + co, a_beta - scale * h, mask=known)
 
 
-@triton.jit(do_not_specialize=["pixels", "height", "width", "out_height", "out_width"])
+@triton.jit(do_not_specialize=["pixels", *SIZES])
 def spread_twice(
     z, coefficients, pick, dy, h, factors, dz, ddy, pixels, height, width, out_height, out_width,
     CO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -111,23 +126,9 @@ def spread_twice(
     co = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     known = co < CO
-    kept = (m < pixels)[:, None] & known[None, :]
-    i = m // width % height
-    j = m % width
-    inside = (i // 2 < out_height) & (j // 2 < out_width)
-    place = ((m // (height * width) * out_height + i // 2) * out_width + j // 2)[:, None] * CO + co[
-        None, :
-    ]
-    seen = kept & inside[:, None]
-    which = tl.load(pick + place, mask=seen, other=255).to(tl.int32)
-    member = (i % 2 * 2 + j % 2)[:, None]
-    chosen = seen & (which == member)
-    g = tl.load(dy + place, mask=chosen, other=0.0).to(tl.float32)
-    at = m[:, None] * CO + co[None, :]
-    along = tl.load(h + at, mask=kept, other=0.0).to(tl.float32)
-    mean = tl.load(coefficients + co, mask=known, other=0.0)[None, :]
-    inverse = tl.load(coefficients + CO + co, mask=known, other=0.0)[None, :]
-    x = (tl.load(z + at, mask=kept, other=0.0).to(tl.float32) - mean) * inverse
+    x, along, g, chosen, kept, written, at, place = _entries(
+        z, coefficients, pick, dy, h, m, co, pixels, height, width, out_height, out_width, CO
+    )
     a = tl.load(factors + co, mask=known, other=0.0)[None, :]
     b = tl.load(factors + CO + co, mask=known, other=0.0)[None, :]
     c = tl.load(factors + 2 * CO + co, mask=known, other=0.0)[None, :]
@@ -137,5 +138,4 @@ def spread_twice(
     t = tl.load(factors + 5 * CO + co, mask=known, other=0.0)[None, :]
     w = tl.load(factors + 6 * CO + co, mask=known, other=0.0)[None, :]
     value = tl.where(chosen, s * along + t * x + w, 0.0)
-    dropped = seen & (which == DROPPED) & (member == 0)  # somebody has to write the zero
-    tl.store(ddy + place, value.to(ddy.dtype.element_ty), mask=chosen | dropped)
+    tl.store(ddy + place, value.to(ddy.dtype.element_ty), mask=written)
