@@ -174,32 +174,43 @@ def table(result: Result[Config]) -> ResultTable:
 
 
 def judge(result: Result[Config]) -> Verdict:
-    """Whether learned rates are better with the same seeds, the interval of the difference above
-    zero.
-    """
-    statements: list[Statement] = []
+    """Whether learned rates are better with the same seeds."""
     measured = []
     for problem in PROBLEMS:
         plain = _qualities(result, problem, m.MAML)
-        parts = []
-        for method in (META_SGD, LSLR):
-            more = paired(_qualities(result, problem, method), plain)
-            better = more.mean - more.half > 0
-            worse = more.mean + more.half < 0
-            parts.append(f"{method} {more.mean:+.3f} ± {more.ci95:.3f}")
-            contrary = "is worse" if worse else "cannot be told from MAML"
-            statements.append(
-                Statement(
-                    better,
-                    f"on {problem} {method} is better than MAML",
-                    f"on {problem} {method} {contrary}",
-                )
-            )
+        parts = [
+            f"{method} {more.mean:+.3f} ± {more.ci95:.3f}"
+            for method, more in _gains(result, problem).items()
+        ]
         measured.append(f"{problem}: MAML {Mean.of(plain).text(3)}, {', '.join(parts)}")
     return Verdict.of(
-        statements,
+        compare(result),
         f"After {m.STEPS} steps, with the paired difference to MAML: {'; '.join(measured)}.",
     )
+
+
+def compare(result: Result[Config]) -> list[Statement]:
+    """Who is better than MAML, the interval of the difference above zero."""
+    statements = []
+    for problem in PROBLEMS:
+        for method, more in _gains(result, problem).items():
+            contrary = "is worse" if more.mean + more.half < 0 else "cannot be told from MAML"
+            statements.append(
+                Statement(
+                    more.mean - more.half > 0,
+                    f"on {problem} {method} is better than MAML",
+                    f"on {problem} {method} {contrary}",
+                    f"{method}, {problem}",
+                )
+            )
+    return statements
+
+
+def _gains(result: Result[Config], problem: str) -> dict[str, Mean]:
+    plain = _qualities(result, problem, m.MAML)
+    return {
+        method: paired(_qualities(result, problem, method), plain) for method in (META_SGD, LSLR)
+    }
 
 
 def curve(result: Result[Config], problem: str, method: str) -> dict[int, Mean]:
@@ -239,6 +250,8 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
+    compare=compare,
+    unit=("problem", "seed"),
     notes=(
         "MAML through 5 steps of gradient descent, λ = 0; sinusoids with 10 shots and a network"
         " of two hidden layers of 40, MNIST-1D 3-way 5-shot with three convolutions. Every method"

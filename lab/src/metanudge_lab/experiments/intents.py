@@ -31,7 +31,15 @@ from metanudge_lab.experiments.intents_tasks import (
     principal_axes,
     worded,
 )
-from metanudge_lab.experiments.intents_verdict import FROZEN, LORA, draw, enough, judge, table
+from metanudge_lab.experiments.intents_verdict import (
+    FROZEN,
+    LORA,
+    compare,
+    draw,
+    enough,
+    judge,
+    table,
+)
 
 TRANSFERS = {CLINC: BANKING}  # trained on, and tested on as well
 
@@ -217,7 +225,8 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
-    unit=("fold",),
+    compare=compare,
+    unit=("part", "fold", "data", "ways", "shots"),
     enough=enough,
     notes=(
         "Protocol of the literature: the five class folds that ProtAugment (Dopierre et al. 2021)"
