@@ -129,10 +129,10 @@ def judge(result: Result[Config]) -> Verdict:
         means = {lam: Mean.of(reached(result, data, lam)) for lam in result.config.lams}
         best = max(means, key=lambda lam: means[lam].mean)
         behind = paired(*(reached(result, data, lam) for lam in (best, m.LAM)))
+        apart = f" ({behind.mean:+.3f} ± {behind.ci95:.3f}, paired by seed)"
         words = (
-            f"on {data} λ = {m.LAM:g} reaches {means[m.LAM].mean:.3f}, "
-            + f"λ = {best:g}, the best of the grid, {means[best].mean:.3f}"
-            + f" ({behind.mean:+.3f} ± {behind.ci95:.3f}, paired by seed)" * (best != m.LAM)
+            f"on {data} λ = {m.LAM:g} reaches {means[m.LAM].mean:.3f}, λ = {best:g}, the best of"
+            f" the grid, {means[best].mean:.3f}{apart if best != m.LAM else ''}"
         )
         statements.append(Statement(behind.mean <= ROBUST, words, words, "robust"))
         told.append(
