@@ -246,6 +246,8 @@ EXPERIMENT = Experiment(
         " classes; some test tasks of fold 5 were seen before, and nothing was chosen by them. The"
         " largest inner rate, 3, is the one taken in most settings with 1 shot or 15 classes: more"
         " were not tried."
+        " The verdict is on accuracy alone: learners may take as many meta-steps as validation"
+        " chooses, and logistic regression none."
         " “Chosen on validation classes” is the learner whose own validation accuracy is highest"
         " in a fold. Learners of CLINC150 are tested on BANKING77 with all they chose there; so"
         " are the baselines. Intervals are 95 %, Student's t over the folds, of differences"
