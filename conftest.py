@@ -100,6 +100,8 @@ THOROUGH = (
     "lab/tests/experiments/test_contract.py::test_it_measures_draws_and_judges[bias-rates]",
     "lab/tests/bench/test_run.py::test_measuring_needs",
     "test_reverse.py::test_steps_walked_back_are_the_unrolled_gradient[20-",
+    "test_rates.py::test_all_at_once_on_every_network[5-",
+    "test_rates.py::test_all_at_once_on_every_network[20-",
     "test_reverse_optimizers.py::test_optimizers_walked_back[Adam-20-",
     "test_reverse_optimizers.py::test_optimizers_walked_back[momentum-20-",
     "test_tutorials.py::test_it_says_what_is_recorded[own_images]",

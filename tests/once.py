@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 
 class Once(torch.autograd.Function):
@@ -26,3 +27,8 @@ class Once(torch.autograd.Function):
 class OnceModule(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return Once.apply(x)
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    """Up to a tanh that only large ones see."""
+    return 20 * Once.apply(F.mse_loss(output, target) / 20)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import metanudge as mn
 from conformance import rounding
 from documents import ROOT, Page
-from metanudge.training.metrics import open_sinks
+from metanudge.training.sinks import open_sink
 from problems import classification_tasks, mlp, relative_error
 
 RATE = 0.5
@@ -355,7 +355,7 @@ def test_tensorboard(tmp_path: Path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (sink,) = open_sinks(["tensorboard"], tmp_path, {})
+    sink = open_sink("tensorboard", tmp_path, {})
     sink.write(3, VALUES)
     sink.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -372,7 +372,7 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     module = types.ModuleType("wandb")
     module.init = lambda **options: seen.append(options["config"]) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    (sink,) = open_sinks(["wandb"], tmp_path, {"seed": 0})
+    sink = open_sink("wandb", tmp_path, {"seed": 0})
     sink.write(3, VALUES)
     sink.close()
     assert seen == [{"seed": 0}, (3, {"query_loss": 0.5}), "end"]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from metanudge.tasks import Omniglot
 from metanudge.tasks.omniglot_files import load_omniglot
-from metanudge.training import runs
+from metanudge.training import runs, sources
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.config import TrainConfig
 from metanudge.training.specs import build_optimizer, parameter_groups
@@ -25,7 +25,7 @@ DATA = Path(_NAMED) if _NAMED else Path(__file__).resolve().parents[1].parent / 
 def make_run(folder: Path, config: TrainConfig, *, iterations: int = 0) -> Path:
     """A run folder with one checkpoint after some meta-steps."""
     source = runs.build_source(config)
-    config = runs.resolve(config, source)
+    config = sources.resolve(config, source)
     learner = runs.build_learner(config, source)
     optimizer = build_optimizer(config.optimizer, parameter_groups(learner, None))
     for tasks in source.batches(size=config.tasks, count=iterations):

@@ -14,7 +14,8 @@ import pytest
 
 import metanudge
 import metanudge_lab
-from metanudge.cli.commands import GROUP, available
+from metanudge.cli.commands import GROUP
+from metanudge.cli.program import available
 from metanudge_lab.commands import COMMANDS
 
 PACKAGE = Path(metanudge_lab.__file__).parent

@@ -242,7 +242,7 @@ class MetaLearner(Adapting):
             tasks, seed, first: as in `backward`.
             rungs_at_once: how many ν the stacked engine tries side by side.
         """
-        estimator = self.estimator
+        estimator = self.estimator.on(self.problem())
         if not is_automatic(estimator):
             raise ValueError(f'{estimator!r} leaves no ν to be chosen. Use FOBMAML(nu="auto").')
         batch, draw = TaskBatch.of(tasks), mix(self.seed, self.calls) if seed is None else seed

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, Literal
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metanudge.names import near
+from metanudge.names import check_known
 from metanudge.prototypes import Prototypes as Prototypes
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -61,17 +61,9 @@ class Conv1D(nn.Sequential):
             raise ValueError(
                 f"length={length} is too short for three poolings by 2. Use 8 or more."
             )
-        layers: list[nn.Module] = [AddChannel()]
-        for i in range(3):
-            layers += [
-                nn.Conv1d(channels if i else 1, channels, kernel_size=3, padding=1),
-                nn.BatchNorm1d(channels),
-                nn.ReLU(),
-                nn.MaxPool1d(2),
-            ]
-        super().__init__(
-            _parts(nn.Sequential(*layers, nn.Flatten()), nn.Linear(channels * (length // 8), ways))
-        )
+        blocks = _blocks(nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d, [1, *[channels] * 3])
+        features = nn.Sequential(AddChannel(), *blocks, nn.Flatten())
+        super().__init__(_parts(features, nn.Linear(channels * (length // 8), ways)))
 
 
 class Conv4(nn.Sequential):
@@ -102,19 +94,10 @@ class Conv4(nn.Sequential):
             raise ValueError(
                 f"image_size={image_size} is too small for four poolings by 2. Use 16 or more."
             )
-        layers: list[nn.Module] = []
-        for i in range(4):
-            layers += [
-                nn.Conv2d(channels if i else in_channels, channels, kernel_size=3, padding=1),
-                nn.BatchNorm2d(channels),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-            ]
+        blocks = _blocks(nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, [in_channels, *[channels] * 4])
+        features = nn.Sequential(*blocks, nn.Flatten())
         super().__init__(
-            _parts(
-                nn.Sequential(*layers, nn.Flatten()),
-                nn.Linear(channels * (height // 16) * (width // 16), ways),
-            )
+            _parts(features, nn.Linear(channels * (height // 16) * (width // 16), ways))
         )
 
 
@@ -141,7 +124,8 @@ class MLP(nn.Sequential):
         hidden: Sequence[int] = (40, 40),
         activation: str = "relu",
     ) -> None:
-        make = ACTIVATIONS[_known(activation, ACTIVATIONS, "activation")]
+        check_known("activation", activation, list(ACTIVATIONS))
+        make = ACTIVATIONS[activation]
         widths = [in_features, *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for narrow, wide in pairwise(widths):
@@ -175,7 +159,8 @@ class TableNet(nn.Module):
         activation: str = "relu",
     ) -> None:
         super().__init__()
-        make = ACTIVATIONS[_known(activation, ACTIVATIONS, "activation")]
+        check_known("activation", activation, list(ACTIVATIONS))
+        make = ACTIVATIONS[activation]
         self.linear = nn.Linear(in_features, width)
         self.hidden = nn.Sequential(nn.Linear(in_features, width), make(), nn.Linear(width, width))
         self.head = nn.Linear(width, out_features)
@@ -224,7 +209,8 @@ class TransformerBlock(nn.Module):
                 " numbers."
             )
         self.heads = heads
-        self.attention = _known(attention, ("math", "fused"), "attention")
+        check_known("attention", attention, ("math", "fused"))
+        self.attention = attention
         self.positions = nn.Parameter(0.02 * torch.randn(length, d_model))
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.project = nn.Linear(d_model, d_model)
@@ -327,6 +313,13 @@ class TextNet(nn.Module):
         return logits
 
 
+def _blocks(convolution: Any, norm: Any, pool: Any, channels: Sequence[int]) -> Iterator[nn.Module]:
+    """Convolutions from each number of channels to the next, with what follows them."""
+    for before, after in pairwise(channels):
+        yield convolution(before, after, kernel_size=3, padding=1)
+        yield from (norm(after), nn.ReLU(), pool(2))
+
+
 def _parts(features: nn.Module, head: nn.Module) -> OrderedDict[str, nn.Module]:
     return OrderedDict(features=features, head=head)
 
@@ -349,7 +342,8 @@ def build(name: str, **options: Any) -> nn.Module:
         >>> build("conv4", ways=20)(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 20])
     """
-    make = MODELS[_known(name, MODELS, "model")]
+    check_known("model", name, list(MODELS))
+    make = MODELS[name]
     accepted = inspect.signature(make).parameters
     for option in options:
         if option not in accepted:
@@ -357,11 +351,3 @@ def build(name: str, **options: Any) -> nn.Module:
                 f"Model {name!r} has no option {option!r}. Its options are {', '.join(accepted)}."
             )
     return make(**options)
-
-
-def _known(name: str, names: Sequence[str] | dict[str, Any], what: str) -> str:
-    if name not in names:
-        raise ValueError(
-            f"There is no {what} {name!r}.{near(name, names)} The choices are {', '.join(names)}."
-        )
-    return name

@@ -51,9 +51,9 @@ class _GlobalNormOptimizer(Optimizer):
     d.
     """
 
-    @abstractmethod
     def _vector(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        """The direction v for one parameter: its gradient, or an average of its gradients."""
+        """The direction v for one parameter: its gradient, unless it is an average of these."""
+        return gradient
 
     @abstractmethod
     def _divisor(self, norm: Tensor, group: dict[str, Any]) -> Tensor:
@@ -155,9 +155,6 @@ class ClippedGD(_GlobalNormOptimizer):
                 " so it must be > 0. Try 1.0, or math.inf for no clipping."
             )
 
-    def _vector(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        return gradient
-
     def _divisor(self, norm: Tensor, group: dict[str, Any]) -> Tensor:
         return torch.clamp(norm / group["max_norm"], min=1.0)
 
@@ -194,9 +191,6 @@ class NormalizedGD(_GlobalNormOptimizer):
                 f"NormalizedGD got smoothing={group['smoothing']}. It is added to the gradient norm"
                 " and must be finite and ≥ 0. Try 0.0 (steps of length lr) or L0/L1."
             )
-
-    def _vector(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        return gradient
 
     def _divisor(self, norm: Tensor, group: dict[str, Any]) -> Tensor:
         return norm + group["smoothing"]

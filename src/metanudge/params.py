@@ -13,12 +13,14 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from metanudge.spread import present
+from metanudge.spread import is_spread, present
 
 Params = dict[str, Tensor]
 """Tensors keyed like `named_parameters()`; inside solvers each has shape `(rows,
 *parameter.shape)`.
 """
+
+LEAST_PACKED = 2**16  # entries of a parameter: below, kernels cost more than memory
 
 
 def _matrix(leaf: Tensor) -> Tensor:
@@ -149,3 +151,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     rounding.
     """
     return torch.promote_types(dtype, torch.float32)
+
+
+def names_to_pack(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Parameters of 16 bits that are large, and whole in this process: those whose displacements
+    and meta-gradients `metanudge.engines.packed` can hold.
+    """
+    return [
+        n
+        for n, p in parameters.items()
+        if p.is_floating_point()
+        and p.dtype.itemsize == 2
+        and p.numel() >= LEAST_PACKED
+        and not is_spread(p)
+    ]

@@ -303,6 +303,11 @@ class TaskBatch(Sequence[Task]):
             parts.append(f"{len(stack)} × support [{support}], query [{query}]")
         return f"TaskBatch({len(self)} tasks: {'; '.join(parts)})"
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of all tasks, stacked."""
+        return [t for stack in self.stacks for t in tensors((stack.support, stack.query))]
+
     def to(self, *args: Any, **kwargs: Any) -> TaskBatch:
         """Move (or cast the floating tensors of) all tasks like `Tensor.to`."""
         return self.mapped(_mover(args, kwargs))

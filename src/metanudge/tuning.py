@@ -44,8 +44,8 @@ from torch import Tensor
 
 from metanudge.engines import Cost, Engine, Inner
 from metanudge.estimators.base import Estimator
+from metanudge.estimators.centre import centre_shift
 from metanudge.estimators.fobmaml import FOBMAML
-from metanudge.estimators.identity import centre_shift
 from metanudge.estimators.ladder import LADDER, Disagreement, Motion, average, best_nu, within
 from metanudge.estimators.maml import MAML
 from metanudge.estimators.products import (
@@ -292,6 +292,7 @@ class NuTuner:
         """The estimator with the ν to use now, after a look at the first few of the tasks where it
         is time for one.
         """
+        estimator = estimator.on(problem)
         if not is_automatic(estimator):
             return estimator
         made_for = (estimator, where["solver"])
@@ -319,7 +320,8 @@ class NuTuner:
         """Choose ν anew on these tasks."""
         if isinstance(estimator, MAML):
             found, order = estimate_epsilon(problem, tasks, estimator=estimator, **where), 2
-            warn_of_kinks(found.error)
+            seen = "at no ε are MAML's gradients within a third of those at the next one"
+            warn_of_kinks(found.error, seen)
         else:
             order = STENCILS[estimator.stencil].order
             found = estimate_nu(
@@ -344,7 +346,8 @@ class NuTuner:
         """The statistics of a meta-gradient, with how far those at neighbouring ε are apart, by all
         looks so far, where an ε was chosen.
         """
-        if stats.nu is not None or not is_automatic(estimator) or self._disagreement is None:
+        automatic = is_automatic(estimator.on(problem))
+        if stats.nu is not None or not automatic or self._disagreement is None:
             return stats
         return replace(stats, error=best_nu(ladder(problem), self._disagreement, order=2)[1])
 

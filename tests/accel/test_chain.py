@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import metanudge as mn
-from metanudge.accel.chain import Chain
-from metanudge.accel.layers import NoChain, _Halve
+from metanudge.accel.layers import NoChain, _Halve, steps_of_problem
 from metanudge.engines import Cost, StackedEngine
 from metanudge.solvers.base import Descends
 
@@ -104,7 +103,9 @@ def rounding(learner):
 def test_equals_the_general_path_and_the_module_itself(make, estimator, training, monkeypatch):
     model, tasks = problem(make, training)
     buffers = [b.clone() for b in model.buffers()]
-    assert Chain.of(mn.MetaLearner(model, nn.functional.cross_entropy).problem()) is not None
+    assert (
+        steps_of_problem(mn.MetaLearner(model, nn.functional.cross_entropy).problem()) is not None
+    )
     folded, stats, tolerance = result(model, tasks, estimator, engine="stacked")
     inplace, *_ = result(model, tasks, estimator, engine="inplace")
     monkeypatch.setattr("metanudge.engines.stacked._registered", [])
@@ -195,7 +196,7 @@ def test_a_loss_without_curvature_has_hessian_products_of_zero():
 def test_layers_that_do_not_fold_are_left_to_the_general_path(layer):
     model = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), layer)
     with pytest.raises(NoChain):
-        Chain.of(mn.MetaLearner(model, nn.functional.mse_loss).problem())
+        steps_of_problem(mn.MetaLearner(model, nn.functional.mse_loss).problem())
 
 
 def test_a_model_with_a_forward_of_its_own_is_left_alone():
@@ -209,16 +210,16 @@ def test_a_model_with_a_forward_of_its_own_is_left_alone():
 
     for model in (Twice(nn.Linear(2, 2)), nn.Sequential(Odd(2, 2)), nn.Bilinear(2, 2, 2)):
         with pytest.raises(NoChain):
-            Chain.of(mn.MetaLearner(model, nn.functional.mse_loss).problem())
+            steps_of_problem(mn.MetaLearner(model, nn.functional.mse_loss).problem())
 
 
 def test_a_model_with_hooks_is_left_alone():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     handle = model[1].register_forward_hook(lambda module, inputs, output: 2 * output)
     with pytest.raises(NoChain):
-        Chain.of(mn.MetaLearner(model, nn.functional.mse_loss).problem())
+        steps_of_problem(mn.MetaLearner(model, nn.functional.mse_loss).problem())
     handle.remove()
-    assert Chain.of(mn.MetaLearner(model, nn.functional.mse_loss).problem()) is not None
+    assert steps_of_problem(mn.MetaLearner(model, nn.functional.mse_loss).problem())
 
 
 @pytest.mark.parametrize("length", [8, 9])

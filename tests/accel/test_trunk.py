@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import metanudge as mn
 from metanudge.accel.chain import Chain, losses_of_rows
+from metanudge.accel.layers import steps_of_problem
 from metanudge.accel.trunk import cpu, first_block, trunk_for
 from metanudge.accel.trunk.blocks import BlockWeights, match
 from metanudge.accel.trunk.convolution import Columns, Native
@@ -560,7 +561,7 @@ def test_cross_entropy_of_all_rows(ignored: bool):
 
 
 def test_chains_say_whether_they_run_a_trunk():
-    chain = Chain.of(mn.MetaLearner(mn.models.Conv1D(), F.cross_entropy).problem())
-    assert chain is not None
+    problem = mn.MetaLearner(mn.models.Conv1D(), F.cross_entropy).problem()
+    chain = Chain(problem, steps_of_problem(problem))
     assert chain.why_no_blocks(torch.zeros(2, 5, 40)) is None
     assert chain.why_no_blocks(torch.zeros(2, 5, 7)) is not None

@@ -25,7 +25,8 @@ def few(genuine: Path) -> Path:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder; what is imported from it is forgotten afterwards."""
     monkeypatch.setenv("METANUDGE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("metanudge.cli._busy_share", lambda: 0.0)  # which takes its time to look
+    # which takes its time to look
+    monkeypatch.setattr("metanudge.cli.program._busy_share", lambda: 0.0)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setitem(sys.modules, "my_nets", None)  # forgotten afterwards,

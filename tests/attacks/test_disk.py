@@ -19,7 +19,7 @@ from metanudge.cli import main
 from metanudge.training import runs, summary, trainer
 from metanudge.training.checkpoint import CheckpointStore, files
 from metanudge.training.errors import StopTraining
-from metanudge.training.metrics import MetricsLog, Timing
+from metanudge.training.metrics import MetricsLog
 from metanudge.training.progress import Quiet
 from metanudge.training.trainer import train
 from training.test_trainer import TINY, fingerprint, go
@@ -96,10 +96,18 @@ def full(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def full_for_metrics(log: MetricsLog, values: Any, write: Any = MetricsLog.write) -> Any:
+    return write(log, values) if "seconds" in values else full()
+
+
+def full_for_timing(log: MetricsLog, values: Any, write: Any = MetricsLog.write) -> Any:
+    return full() if "seconds" in values else write(log, values)
+
+
 WRITERS: dict[str, tuple[Any, str]] = {
     "metrics": (MetricsLog, "write"),
     "metrics on its way to the disk": (MetricsLog, "sync"),
-    "timing": (Timing, "write"),
+    "timing": (MetricsLog, "write"),
     "checkpoint": (files.disk, "write"),
     "checkpoint's folder": (files.disk, "mkdir"),
     "checkpoint's name": (files.disk, "rename"),
@@ -114,9 +122,10 @@ def test_a_disk_that_fills_up(
 ) -> None:
     run = tmp_path / "run"
     owner, name = WRITERS[what]
+    fails = {"metrics": full_for_metrics, "timing": full_for_timing}.get(what, full)
 
     # the checkpoint of meta-step 3 is written
-    reporter = After(4, lambda: monkeypatch.setattr(owner, name, full))
+    reporter = After(4, lambda: monkeypatch.setattr(owner, name, fails))
     with pytest.raises(StopTraining, match="No space left on device") as stopped:
         train(dataclasses.replace(TINY, out=str(run)), reporter=reporter)
     monkeypatch.undo()

@@ -10,7 +10,6 @@ import torch
 import metanudge as mn
 from bilevel_problems import Known, logistic, ridge
 from metanudge.estimators import Estimator
-from metanudge.estimators.identity import query_gradient
 from problems import log_slope, relative_error
 
 NU = 1e-2
@@ -366,7 +365,7 @@ class Alone(Estimator):
     """An estimator that somebody else wrote and that notes nothing: the direct term."""
 
     def accumulate(self, inner, solver, total):
-        query_gradient(total, inner, inner.solve(solver).displacement)
+        total.query_gradient(inner, inner.solve(solver).displacement)
 
 
 def test_an_estimator_of_ones_own():

@@ -5,6 +5,7 @@ remembers.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import metanudge as mn
+from metanudge.estimators.products import ProductsWarning
 from metanudge.testing.memory import peak_memory, trainable_bytes
 from once import OnceModule
 from problems import relative_error, seeded
@@ -262,6 +264,40 @@ def test_the_error_is_that_of_one_sided_differences(epsilon: float):
     )
     # ∂g = 3φ²: with h = ε(1 + |φ|) the even part is 6h², the odd one 12h
     assert loop.step(None, None).error == pytest.approx(epsilon, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("activation", "pool"), [(nn.GELU, nn.AvgPool1d), (nn.ReLU, nn.MaxPool1d)], ids=["GELU", "ReLU"]
+)
+def test_kinks_are_told_from_what_is_smooth(activation: Any, pool: Any):
+    """The derivative of Adam's step is large where gradients are small."""
+    kinked = activation is nn.ReLU
+
+    def gradient(products: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv1d(1, 16, 3), activation(), pool(2),
+            nn.Conv1d(16, 16, 3), activation(), pool(2), nn.Flatten(), nn.Linear(16 * 8, 3),
+        )  # fmt: skip
+        x, y, weights = torch.randn(50, 1, 40), torch.randint(3, (50,)), torch.zeros(50)
+        weights.requires_grad_()
+        loop = mn.Unrolled(
+            model,
+            weights,
+            lambda _: (weights.exp() * F.cross_entropy(model(x), y, reduction="none")).mean(),
+            lambda _: F.cross_entropy(model(x.flip(0)), y),
+            torch.optim.Adam(model.parameters(), lr=1e-2),
+            10,
+            products=products,
+        )
+        warned = kinked and products == "difference"
+        with pytest.warns(ProductsWarning, match="one-sided") if warned else nullcontext():
+            loop.step(None, None)
+        assert weights.grad is not None
+        return weights.grad
+
+    error = relative_error(gradient("difference"), gradient("autograd"))
+    assert error > 0.3 if kinked else error < 1e-2
 
 
 # ------------------------------------------------------------------------------------------- memory

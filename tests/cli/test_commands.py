@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from metanudge.cli import main
-from metanudge.cli.commands import OWN, available
+from metanudge.cli.commands import OWN
+from metanudge.cli.program import available
 
 Install = Callable[[str], None]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from metanudge.cli import errors as output
+from metanudge.cli import program as output
 from metanudge.training import errors
 
 METANUDGE = [sys.executable, "-m", "metanudge"]
@@ -130,7 +130,7 @@ def test_closed_streams_take_everything(tmp_path: Path) -> None:
     """And their descriptors are not given to files, where a stray print would end up."""
     assert redirected(">&- 2>&- <&-", ["train", "--help"], tmp_path).returncode == 0
     program = (
-        "from metanudge.cli.errors import prepare; prepare(); print(1); assert open('file',"
+        "from metanudge.cli.program import prepare; prepare(); print(1); assert open('file',"
         " 'w').fileno() > 2"
     )
     shell = ["bash", "-c", '"$@" >&- 2>&- <&-', "-", sys.executable, "-c", program]

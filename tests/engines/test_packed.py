@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import metanudge as mn
+from metanudge import params
 from metanudge.engines import packed
 from metanudge.engines.packed import Packed, PackedParams
 from metanudge.testing.memory import Allocations
@@ -134,7 +135,7 @@ def test_no_farther_from_float64_than_float32_is(
     """
     setup, estimator = large(dtype), ESTIMATORS[name]
     ours, stats = found(setup, estimator)
-    unpacked.setattr(packed, "LEAST", 2**40)
+    unpacked.setattr(params, "LEAST_PACKED", 2**40)
     whole, expected = found(setup, estimator)
     truth, _ = found(
         Setup(setup.model.double(), setup.loss, setup.tasks.to(torch.float64)), estimator
@@ -154,7 +155,7 @@ def test_a_stiffness_for_each_entry_and_shared_layers(unpacked: pytest.MonkeyPat
     own = {n: leaf for n, leaf in lam.items() if not n.startswith("0.")}
     options = {"lam": own, "adapt": [f"{place}.*" for place in range(2, 11, 2)]}
     ours = found(setup, mn.FOBMAML(nu=0.1), **options)[0]
-    unpacked.setattr(packed, "LEAST", 2**40)
+    unpacked.setattr(params, "LEAST_PACKED", 2**40)
     whole = found(setup, mn.FOBMAML(nu=0.1), **options)[0]
     assert cosine(ours, whole) > 0.999
 
@@ -181,5 +182,5 @@ def test_ten_bytes_a_parameter(unpacked: pytest.MonkeyPatch):
         return seen.peak
 
     assert peak() <= 8 * size + layer + activations
-    unpacked.setattr(packed, "LEAST", 2**40)
+    unpacked.setattr(params, "LEAST_PACKED", 2**40)
     assert peak() > 13 * size, "two float32 copies and a whole gradient"

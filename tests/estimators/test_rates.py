@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metanudge as mn
 from adaptations import LAM, ON_ENGINES, ON_SOLVERS, SOLVERS, assert_same, wanted
 from problems import Setup, mlp, relative_error
-from walks import EXACT, LR, PRODUCTS, Parameters, loss_at
+from walks import EXACT, LR, MODELS, PRODUCTS, Parameters, engines, loss_at
 
 FORMS = ["scalar", "tensor", "parameter", "step"]
 ON_FORMS = pytest.mark.parametrize("per", FORMS)
@@ -49,6 +50,28 @@ def test_the_gradient_by_the_rates(solver: str, positive: bool, per: Any):
             assert_same(gradient, right, tolerance)
             each = 3 if estimator.products == "difference" else 2
             assert (stats.support_gradients, stats.query_gradients) == (each * steps, 1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@ON_SOLVERS
+@pytest.mark.parametrize("steps", [1, 5, 20])
+def test_all_at_once_on_every_network(solver: str, steps: int, model: str):
+    """Learned rates, a learned λ (which one step does not see) and a shared layer; also shared is
+    the bias of the keys, which changes nothing (`test_optimizers_walked_back`).
+    """
+    setup = MODELS[model](tasks=2)
+    first, *names = [n for n, _ in setup.model.named_parameters() if not n.endswith("in_proj_bias")]
+    options = {"adapt": names, "learn_lam": "tensor" if steps > 1 else None}
+    learner = learner_for(setup, SOLVERS[solver](steps), mn.InnerRates("step"), **options)
+    with sdpa_kernel(SDPBackend.MATH):
+        right, _ = wanted(setup, learner)
+    assert first in right
+    for (estimator, tolerance), engine in itertools.product(PRODUCTS.values(), engines(model)):
+        learner.estimator, learner.engine = estimator, engine
+        gradient, stats = learner.meta_gradient(setup.tasks, metrics=False)
+        assert_same(gradient, right, tolerance)
+        each = 3 if estimator.products == "difference" else 2
+        assert (stats.support_gradients, stats.query_gradients) == (each * steps, 1)
 
 
 @ON_ENGINES

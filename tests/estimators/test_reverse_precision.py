@@ -177,6 +177,26 @@ def test_a_loss_that_is_one_function_with_one_derivative():
         gradient(loss, "autograd")
 
 
+def test_auto_chooses_epsilon_from_then_on():
+    """And says what it is worth, on a net with kinks too little."""
+    setup = mlp(OnceModule)
+    auto = learner(setup, mn.MAML())
+    _, first = auto.meta_gradient(setup.tasks)
+    found, stats = auto.meta_gradient(setup.tasks)
+    assert (first.products, first.error) == ("difference", None)
+    assert stats.error is not None
+    assert 0 < stats.error < PRECISIONS["float64"][2]
+    assert f"products difference (error about {stats.error:.1g})" in str(stats)
+    assert relative_error(vector(found), exact(mlp())) < 3 * stats.error
+
+    kinks = cast(kinked(), torch.float32)
+    kinks = kinks._replace(loss=lambda a, b: Once.apply(F.cross_entropy(a, b)))
+    auto = learner(kinks, mn.MAML())
+    auto.meta_gradient(kinks.tasks)
+    with pytest.warns(ProductsWarning, match="at no ε are MAML's gradients"):
+        assert auto.meta_gradient(kinks.tasks)[1].error > 0.3  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("make", [mlp, lstm], ids=["MLP", "LSTM"])
 def test_auto_is_exact_where_autograd_can(make: Callable[[], Setup]):
     setup = make()

@@ -26,14 +26,14 @@ def test_the_delimiter_is_found_in_the_first_line(tmp_path: Path, delimiter: str
         for cells in (['"a,b;c"', "b", "label"], ["1", "2", "x"], ["3", "4", "y"])
     )
     read = read_csv(table(tmp_path / "data.csv", text))
-    assert read.columns == ("a,b;c", "b")
+    assert read.names == ("a,b;c", "b")
     assert read.values.tolist() == [[1, 2], [3, 4]]
-    assert read.labels == ["x", "y"]
+    assert read.text["label"] == ["x", "y"]
 
 
 def test_the_label_decides_between_delimiters(tmp_path: Path) -> None:
     read = read_csv(table(tmp_path / "data.csv", "width, cm, at noon;label\n1;x\n"))
-    assert read.columns == ("width, cm, at noon",)
+    assert read.names == ("width, cm, at noon",)
     with pytest.raises(ValueError, match="no column 'label'"):
         read_csv(tmp_path / "data.csv", delimiter=",")
     assert read_csv(
@@ -46,8 +46,8 @@ def test_the_label_decides_between_delimiters(tmp_path: Path) -> None:
 def test_marks_encodings_and_line_ends(tmp_path: Path, encoding: str, end: str) -> None:
     text = end.join(["größe,label", '1.5,"two\nlines"', "", "2,é", ""])
     read = read_csv(table(tmp_path / "data.csv", text, encoding=encoding))
-    assert read.columns == ("größe",)
-    assert read.labels == ["two\nlines", "é"]
+    assert read.names == ("größe",)
+    assert read.text["label"] == ["two\nlines", "é"]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,10 @@ def test_large_numbers_are_numbers(tmp_path: Path) -> None:
 
 
 def test_labels_may_be_optional(tmp_path: Path) -> None:
-    assert read_csv(table(tmp_path / "a.csv", "a,b\n1,2\n"), labelled=False).labels == [""]
-    assert read_csv(table(tmp_path / "b.csv", "a,label\n1,\n2,x\n"), labelled=False).labels == [
+    assert read_csv(table(tmp_path / "a.csv", "a,b\n1,2\n"), labelled=False).text["label"] == [""]
+    assert read_csv(table(tmp_path / "b.csv", "a,label\n1,\n2,x\n"), labelled=False).text[
+        "label"
+    ] == [
         "",
         "x",
     ]
@@ -154,7 +156,7 @@ def test_columns_are_standardised_with_the_training_classes_alone(tmp_path: Path
     options = {"ways": 2, "shots": 1, "queries": 1, "splits": (0.5, 0.25, 0.25)}
     source = Labelled.from_csv(path, **options)
     read = read_csv(path)
-    train = np.isin(read.labels, source.classes("train"))
+    train = np.isin(read.text["label"], source.classes("train"))
     assert 0 < train.sum() < len(train)
     mean, scale = read.values[train].mean(axis=0), read.values[train].std(axis=0)
     scale[3] = 1.0  # a column that is the same everywhere is only shifted

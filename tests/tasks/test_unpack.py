@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metanudge.tasks.cache import load_arrays
-from metanudge.tasks.unpack import read_arrays, read_entry
+from metanudge.tasks.cache import load_arrays, read_arrays, read_entry
 
 
 def archive(content: bytes, *, method: int = zipfile.ZIP_DEFLATED) -> bytes:

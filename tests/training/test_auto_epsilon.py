@@ -16,13 +16,16 @@ from metanudge.training import runs
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.errors import StopTraining
 from metanudge.training.metrics import read_metrics
-from metanudge.training.progress import Quiet
+from metanudge.training.progress import Quiet, describe
 from metanudge.training.trainer import train
 from metanudge.tuning import NuTuner
 from training.test_resume import InterruptAt
 from training.test_trainer import TINY, fingerprint, go
 
-AUTO = {"estimator": "maml:products=difference", "model": "mlp:hidden=(6,),activation=tanh"}
+SMOOTH = {"model": "mlp:hidden=(6,),activation=tanh"}
+AUTO = {"estimator": "maml:products=difference", **SMOOTH}
+BY_ITSELF = {"estimator": "maml", "loss": "once:squared_error", **SMOOTH}
+ON_WAYS = pytest.mark.parametrize("way", [AUTO, BY_ITSELF], ids=["asked for", "nothing else works"])
 
 
 @pytest.fixture
@@ -33,23 +36,28 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_epsilon_is_chosen_and_its_error_shown(tmp_path: Path, often: None) -> None:
-    go(tmp_path / "run", **AUTO)
+@ON_WAYS
+def test_epsilon_is_chosen_and_its_error_shown(
+    tmp_path: Path, often: None, way: dict[str, str]
+) -> None:
+    go(tmp_path / "run", **way)
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(0 < row["error"] < 0.1 for row in rows)
+    assert f"error {rows[0]['error']:.1g}" in describe(rows[0])
     state = CheckpointStore(tmp_path / "run" / "checkpoints").load("last").state
     assert 3e-5 <= state["tuner"]["nu"] <= 3e-2
 
 
-def test_a_stopped_run_goes_on_exactly(tmp_path: Path, often: None) -> None:
-    go(tmp_path / "whole", **AUTO)
+@ON_WAYS
+def test_a_stopped_run_goes_on_exactly(tmp_path: Path, often: None, way: dict[str, str]) -> None:
+    go(tmp_path / "whole", **way)
     run = tmp_path / "run"
     with pytest.raises(StopTraining):
         train(
-            dataclasses.replace(TINY, out=str(run), **AUTO),
+            dataclasses.replace(TINY, out=str(run), **way),
             reporter=InterruptAt(4, signal.SIGTERM),
         )
-    assert train(runs.read_config(run), resume=run, reporter=Quiet()) == 0
+    assert train(runs.read_config(run, trust=True), resume=run, reporter=Quiet()) == 0
     assert fingerprint(run) == fingerprint(tmp_path / "whole")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from metanudge.training import runs
+from metanudge.training import runs, sources
 from metanudge.training.checkpoint import CheckpointStore, save
 from metanudge.training.errors import UserError
 from metanudge.training.metrics import read_metrics
@@ -154,9 +154,9 @@ def test_a_new_run_records_every_data_option_and_that_is_the_same_data(
     }
     config = TrainConfig(**given, data_options="num_samples=400" if name == "mnist1d" else "")
     source = runs.build_source(config)
-    resolved = runs.resolve(config, source)
+    resolved = sources.resolve(config, source)
     again = runs.build_source(resolved)
-    assert runs.resolve(resolved, again) == resolved
+    assert sources.resolve(resolved, again) == resolved
     for split in ("train", "val", "test"):
         for first, second in zip(
             source.task(3, split).support, again.task(3, split).support, strict=True

@@ -19,13 +19,13 @@ from metanudge.tasks import MNIST1D, Labelled, Sinusoid
 from metanudge.training import runs
 from metanudge.training.config import TrainConfig
 from metanudge.training.evaluation import (
-    episode_classes,
     evaluate_run,
     evaluate_tasks,
     measure,
     plot_steps,
     with_support_statistics,
 )
+from metanudge.training.evaluation.measure import episode_classes
 from trained_runs import make_run, vector_run, vector_table
 
 

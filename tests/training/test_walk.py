@@ -10,7 +10,7 @@ from typing import Any
 import metanudge
 from metanudge.cli import main
 
-LIMIT = 22
+LIMIT = 20
 PACKAGE = Path(metanudge.__file__).parent
 
 

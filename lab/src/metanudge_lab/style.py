@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from metanudge.training.curve import FAINT as FAINT
-from metanudge.training.curve import INK as INK
-from metanudge.training.curve import tidy as tidy
+from metanudge.training.metrics import FAINT as FAINT
+from metanudge.training.metrics import INK as INK
+from metanudge.training.metrics import tidy as tidy
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -26,7 +26,6 @@ from metanudge.accel.layers import (
     Steps,
     Weights,
     is_watched,
-    steps_of_problem,
 )
 from metanudge.accel.toolchain import triton_works
 from metanudge.accel.trunk import order_for, trunk_for
@@ -62,11 +61,6 @@ class Chain:
         self._trunk = match([layer for layer, _ in steps])
         self._device = problem.device
         self._uses = Counter(id(p) for layer, _ in steps for p in layer.parameters(recurse=False))
-
-    @classmethod
-    def of(cls, problem: Problem) -> Chain:
-        """The problem's model as a chain; `NoChain` where it is anything else."""
-        return cls(problem, steps_of_problem(problem))
 
     @property
     def orders(self) -> dict[str, tuple[int, ...]]:

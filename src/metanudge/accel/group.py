@@ -15,10 +15,9 @@ from metanudge.accel.layers import NoChain, steps_of_problem
 from metanudge.accel.oracle import FlatOracle
 from metanudge.accel.passes import Part, Passes
 from metanudge.accel.recordings import Recordings
-from metanudge.engines.inner import Cost, Inner, Measured, Nudging
-from metanudge.engines.randomness import Draws
+from metanudge.engines.inner import Inner, Measured, Nudging
 from metanudge.engines.stacked import Offer, Recorder
-from metanudge.engines.vmapped import StackedInner, explained
+from metanudge.engines.vmapped import Members, StackedInner, explained
 from metanudge.params import Params, norm, num_rows, per_row, wide
 from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
@@ -34,17 +33,8 @@ class ChainGroup(StackedInner):
         paths: what it does, for people: where first derivatives are enough, and where they are not.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        paths: tuple[str, str],
-        problem: Problem,
-        stack: Stack,
-        nudges_at_once: int,
-        draws: Draws,
-        cost: Cost,
-    ) -> None:
-        super().__init__(problem, stack, nudges_at_once, draws, cost)
+    def __init__(self, chain: Chain, paths: tuple[str, str], members: Members) -> None:
+        super().__init__(members)
         self._chain = chain
         self._paths = paths
         self.path = paths[0]
@@ -75,9 +65,7 @@ class ChainGroup(StackedInner):
 
     def apart(self, row: int) -> Inner:
         """One task of the group."""
-        one = self._stack[row : row + 1]
-        more = (self.problem, one, self.nudges_at_once, self._draws, self.cost)
-        return ChainGroup(self._chain, self._paths, *more)
+        return ChainGroup(self._chain, self._paths, self._members.alone(row))
 
     def data_gradient(
         self, d: Params, offsets: Tensor | None, step: int, batch_size: int | None
@@ -110,12 +98,8 @@ class ChainGroup(StackedInner):
     def _at_theta(self, which: str, batch_size: int | None) -> tuple[Tensor, Tensor]:
         """Losses and gradients of the tasks at θ in the first inner step."""
         if (which, batch_size) not in self._first:
-            batch = (
-                self._minibatch_of_support(0, batch_size)
-                if which == "support"
-                else self._stack.query
-            )
-            losses, g = self._passes.gradient(self.zeros(self.tasks), [(batch, which, None)], 0)
+            part = self._support(0, batch_size) if which == "support" else self._query
+            losses, g = self._passes.gradient(self.zeros(self.tasks), [part], 0)
             self._first[which, batch_size] = losses, g.matrix
         return self._first[which, batch_size]
 
@@ -124,7 +108,7 @@ class ChainGroup(StackedInner):
         if shared and self._omega:
             return super().query_gradient(d, step, shared=True)
         self.cost.query_gradients += num_rows(d)
-        return self._passes.gradient(d, [(self._stack.query, "query", None)], step)[1]
+        return self._passes.gradient(d, [self._query], step)[1]
 
     def data_hvp(
         self, d: Params, v: Params, offsets: Tensor | None, step: int, batch_size: int | None
@@ -181,7 +165,7 @@ class ChainGroup(StackedInner):
                 return {n: (theta[n] + leaf).to(theta[n].dtype) for n, leaf in d.items()}
 
             def data_gradient(d: Params, step: int) -> tuple[Tensor, Params]:
-                part: Part = (self._minibatch_of_support(step, solver.batch_size), "support", None)
+                part = self._support(step, solver.batch_size)
                 if step < solver.steps - unrolled:
                     return self._passes.gradient(d, [part], step)
                 phi = moved(d)
@@ -207,7 +191,7 @@ class ChainGroup(StackedInner):
             )
             still = {n: leaf.detach() for n, leaf in d.items()}
             # its own second derivatives are not wanted
-            along = self._passes.gradient(still, [(self._stack.query, "query", None)], 0)[1]
+            along = self._passes.gradient(still, [self._query], 0)[1]
             ends = moved(d)
             found = torch.autograd.grad(
                 [*ends.values()],
@@ -226,8 +210,15 @@ class ChainGroup(StackedInner):
 
     def _parts(self, offsets: Tensor | None, step: int, batch_size: int | None) -> list[Part]:
         """The data of f̂ + ν f."""
-        support: Part = (self._minibatch_of_support(step, batch_size), "support", None)
-        return [support] if offsets is None else [support, (self._stack.query, "query", offsets)]
+        support, (query, which, _) = self._support(step, batch_size), self._query
+        return [support] if offsets is None else [support, (query, which, offsets)]
+
+    def _support(self, step: int, batch_size: int | None) -> Part:
+        return self._minibatch_of_support(step, batch_size), "support", None
+
+    @property
+    def _query(self) -> Part:
+        return self._stack.query, "query", None
 
     def _smooth(self, phi: Params, part: Part, step: int) -> Tensor:
         """Weighted losses of all rows that can be differentiated twice."""

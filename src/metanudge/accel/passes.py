@@ -106,27 +106,26 @@ class Passes:
             found, shares = self._room(number), joined.weighted(weight)
             both = partial(self._chain.losses_of_sets, joined.data, joined.targets, shares)
             return self._backward(both, phi, found), self._in_dtype_of(d, found)
-        total: Tensor | None = None
-        gradient: Flat | None = None
-        for batch, which, weight in parts:
-            losses, found = [], self._room(number)
-            for rows, data, targets in self._portions(batch, which, number):
-                own, into = (
-                    of if rows == slice(0, number) else {n: leaf[rows] for n, leaf in of.items()}
-                    for of in (phi, found)
-                )
-                one = partial(self._seeded, step, which, self._chain.losses, data, targets)
-                share = None if weight is None else weight[rows]
-                losses.append(self._backward(one, own, into, share))
-            value = torch.cat(losses) if len(losses) > 1 else losses[0]
-            total = value if total is None else total + value
-            if gradient is None:
-                gradient = found
-            else:
-                gradient.matrix.add_(found.matrix)
-        assert total is not None
-        assert gradient is not None
+        total, gradient = self._by_portions(phi, parts[0], step)
+        for part in parts[1:]:
+            losses, found = self._by_portions(phi, part, step)
+            total = total + losses
+            gradient.matrix.add_(found.matrix)
         return total, self._in_dtype_of(d, gradient)
+
+    def _by_portions(self, phi: Params, part: Part, step: int) -> tuple[Tensor, Flat]:
+        """Weighted losses on one set of data, and their gradient."""
+        (batch, which, weight), number = part, num_rows(phi)
+        losses, found = [], self._room(number)
+        for rows, data, targets in self._portions(batch, which, number):
+            own, into = (
+                of if rows == slice(0, number) else {n: leaf[rows] for n, leaf in of.items()}
+                for of in (phi, found)
+            )
+            one = partial(self._seeded, step, which, self._chain.losses, data, targets)
+            share = None if weight is None else weight[rows]
+            losses.append(self._backward(one, own, into, share))
+        return torch.cat(losses) if len(losses) > 1 else losses[0], found
 
     def _backward(
         self,

@@ -24,7 +24,7 @@ from metanudge.engines.stacked import MetaStep, SumT, compiles
 from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import LinearSolver
-from metanudge.task import TaskBatch, tensors
+from metanudge.task import TaskBatch
 
 _KEPT = 4  # recordings; more means shapes change all the time, and then recording does not pay
 logger = logging.getLogger("metanudge")
@@ -62,7 +62,7 @@ class Recordings:
         known = self._known.get(key)
         if isinstance(known, _Recording):
             self._known.move_to_end(key)
-            torch._foreach_copy_(known.inputs, _leaves(tasks))
+            torch._foreach_copy_(known.inputs, tasks.tensors)
             return known.replay()
         if known == "seen":
             recording = self._record(tasks, compute)
@@ -95,16 +95,7 @@ class Recordings:
             )
             torch.cuda.synchronize()
             return None
-        return _Recording(graph, _leaves(copies), result)
-
-
-def _leaves(batch: TaskBatch) -> list[Tensor]:
-    return [
-        leaf
-        for stack in batch.stacks
-        for part in (stack.support, stack.query)
-        for leaf in tensors(part)
-    ]
+        return _Recording(graph, copies.tensors, result)
 
 
 def _repeats_itself(step: MetaStep) -> bool:

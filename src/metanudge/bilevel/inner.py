@@ -224,12 +224,6 @@ class BilevelInner(Inner):
         hv = _rows(self._product(g, v, phi), d)
         return value.detach(), {n: leaf.detach() for n, leaf in _rows(g, d).items()}, hv
 
-    def shared_hvp(self, d: Params, v: Params) -> Params:
-        """∂_x ⟨∂_φ g, v⟩, which is the derivative of ∂_x g along v in φ."""
-        x, phi = _variables(self.problem.shared), _variables(self.problem.phi(d))
-        _, g = self._differentiate("inner", x, phi, create_graph=True)
-        return _as_rows(_filled(self._product(g, v, x), x))
-
     def _product(self, g: Gradients, v: Params, by: Params) -> Gradients:
         """The derivative of ⟨g, v⟩."""
         self.cost.hessian_products += 1

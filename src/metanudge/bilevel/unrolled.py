@@ -16,7 +16,7 @@ from metanudge.bilevel.tree import Tree
 from metanudge.engines import Cost
 from metanudge.engines.undisturbed import restored, uninterrupted
 from metanudge.estimators import NonFiniteError
-from metanudge.estimators.products import check_epsilon, made
+from metanudge.estimators.products import check_epsilon, made, warn_of_kinks
 from metanudge.estimators.reverse import walk_back
 from metanudge.names import check_known
 from metanudge.params import Params, norm
@@ -205,13 +205,15 @@ class Unrolled:
                 " Use it in one of them, and look for .detach(), torch.no_grad() or .item()."
             )
         losses, size = _finite(steps.losses, loss, sizes, norm(gradient)[0])
-        error = steps.asymmetry
+        error = None if steps.asymmetry is None else float(steps.asymmetry)
+        if error is not None:
+            warn_of_kinks(error, "one-sided ones are more than a third from the central one")
         stats = UnrolledStats(
             losses=tuple(losses[:-1]),
             upper_loss=losses[-1],
             gradient_norm=size,
             products=products.name,
-            error=None if error is None else float(error),
+            error=error,
             lower_gradients=cost.support_gradients,
             upper_gradients=cost.query_gradients,
             hessian_products=cost.hessian_products,

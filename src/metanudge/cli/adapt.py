@@ -8,12 +8,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import tyro
+from typing import TYPE_CHECKING
 
 from metanudge.cli.eval import progress_bar
-from metanudge.cli.flags import parse
+from metanudge.cli.flags import OfARun, parse
 from metanudge.names import printable, shown, some
 from metanudge.training.errors import UserError
 
@@ -32,8 +30,8 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class AdaptOptions:
+@dataclass(frozen=True, kw_only=True)
+class AdaptOptions(OfARun):
     """Adapt a trained learner to new classes from a few examples of each, or to a new task like
     those it was given, then label files or predict rows with it, or export it.
 
@@ -42,9 +40,6 @@ class AdaptOptions:
     layers keep the statistics of the support set, so a file's label does not depend on the other
     files.
     """
-
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The folder that metanudge train wrote."""
 
     support: Path
     """Folder with one sub-folder per class that holds a few examples, or a .csv table with a label
@@ -69,17 +64,6 @@ class AdaptOptions:
 
     steps: int | None = None
     """Adaptation steps, if not as many as in training."""
-
-    checkpoint: str = "best"
-    """Which weights: best, last, or a step that was saved."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
-
-    trust: bool = False
-    """Import and run the code that the run's config.json names (model, data, loss … as
-    module:attribute). Look at it first.
-    """
 
     overwrite: bool = False
     """Replace what --out and --export name, if it exists."""

@@ -6,10 +6,7 @@ To add some, a distribution names a dict like `OWN` as an entry point of the gro
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import NamedTuple
-
-from metanudge.cli.errors import report
 
 GROUP = "metanudge.commands"
 
@@ -33,20 +30,6 @@ OWN = {
     "doctor": Command("check the installation with a short self-test", "metanudge.cli.doctor"),
 }
 _OF_THE_LAB = ("reproduce", "report", "bench")  # for the hint alone
-
-
-def available() -> dict[str, Command]:
-    """All commands; a distribution takes none of ours."""
-    added: dict[str, Command] = {}
-    for entry in entry_points(group=GROUP):
-        try:
-            added |= entry.load()
-        except ImportError as error:  # a folder installed with -e may be gone
-            report(
-                f"note: the commands of {entry.value} cannot be loaded ({error}). Install it anew,"
-                " or uninstall it."
-            )
-    return OWN | {name: command for name, command in added.items() if name not in OWN}
 
 
 def whence(name: str) -> str:

@@ -15,7 +15,7 @@ import tyro
 
 from metanudge.cli.flags import parse
 from metanudge.names import near
-from metanudge.training.errors import EXIT_BAD_INPUT, UserError
+from metanudge.training.errors import EXIT_BAD_INPUT, UserError, refused
 
 if TYPE_CHECKING:
     from metanudge.tasks import Episodes
@@ -114,10 +114,8 @@ def _fetch(name: str, source: type[Episodes]) -> int:
         print(f"{name} has no files: every task is computed when it is drawn. Nothing to fetch.")
         return 0
     before = source.files()
-    try:
+    with refused(f"{name}: ", ValueError, RuntimeError, OSError):
         source.fetch()
-    except (ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"{name}: {error}") from error
     for file in source.files():
         there = ", was there already" if file in before else ""
         print(f"{name}: {file} ({_megabytes(file)}){there}")
@@ -156,15 +154,13 @@ def _verify_own(path: Path, label: str) -> str:
             f"There is no file or folder {path}. Give a folder with one sub-folder per class, or a"
             " .csv file."
         )
-    try:
+    with refused("", ValueError, TypeError, OSError):
         if path.is_dir():
             folder = read_folder(path)
             shape, labels = tuple(folder.examples.shape[1:]), folder.labels
         else:
             table = read_csv(path, label=label)
-            shape, labels = table.values.shape[1:], table.labels
-    except (ValueError, TypeError, OSError) as error:
-        raise UserError(str(error)) from error
+            shape, labels = table.values.shape[1:], table.text[label]
     counts = Counter(labels)
     fewest, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
     return (

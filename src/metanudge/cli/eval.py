@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import tyro
-
-from metanudge.cli.errors import report as say
-from metanudge.cli.flags import parse
+from metanudge.cli.flags import OfARun, parse
+from metanudge.cli.program import report as say
 from metanudge.names import printable
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, refused
 
 if TYPE_CHECKING:
     from metanudge.training.evaluation import EvaluationReport, Progress
@@ -33,8 +31,8 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class EvalOptions:
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(OfARun):
     """Adapt to unseen tasks and measure: mean with its 95 % confidence interval, worst decile,
     every class, every number of steps; R² and RMSE in regression; baselines beside it. RUN keeps it
     as eval-SPLIT.json for `metanudge page`.
@@ -43,9 +41,6 @@ class EvalOptions:
     MAML protocol) and inductive (normalised with the statistics of the support set, as when the
     learner is used).
     """
-
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The folder that metanudge train wrote."""
 
     tasks: int = 1000
     """Number of tasks, or all where there are fewer; the confidence interval shrinks with its root.
@@ -81,17 +76,6 @@ class EvalOptions:
 
     plot: Path | None = None
     """Where the plot against steps goes; RUN/eval-SPLIT.png when left out."""
-
-    checkpoint: str = "best"
-    """Which weights: best, last, or a step that was saved."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
-
-    trust: bool = False
-    """Import and run the code that the run's config.json names (model, data, loss … as
-    module:attribute). Look at it first.
-    """
 
 
 def run(argv: list[str]) -> int:
@@ -172,10 +156,8 @@ def _measure(trained: Run, options: EvalOptions) -> EvaluationReport:
         file = None
         if options.json is not None:
             file = stack.enter_context(new_file(options.json, overwrite=True, flag="--json"))
-        try:
+        with refused(f"--split {options.split}: ", ValueError):  # too few classes
             trained.source.task(0, options.split)
-        except ValueError as error:  # too few classes
-            raise UserError(f"--split {options.split}: {error}") from error
         with progress_bar("evaluating", "tasks") as progress:
             report = evaluate_run(
                 trained,

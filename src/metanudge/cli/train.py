@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from metanudge.cli.errors import going_on
+from metanudge.cli.program import going_on
 from metanudge.training.config import TrainConfig, flag
 from metanudge.training.errors import ChangedError, UserError, exit_codes
 from metanudge.training.trust import CODE, FETCHED, check_trust

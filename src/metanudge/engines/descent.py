@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from metanudge.engines.packed import PackedParams, Step, names_to_pack
-from metanudge.params import Params, joined
+from metanudge.engines.packed import PackedParams, Step
+from metanudge.params import Params, joined, names_to_pack
 from metanudge.proximal import Diagonal
 from metanudge.spread import gradient_of, is_spread, local
 

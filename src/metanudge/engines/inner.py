@@ -175,13 +175,17 @@ class Inner(ABC):
         raise NotImplementedError
 
     def hessian(self, d: Params) -> Tensor:
-        """Dense Hessian of f̂(θ + d) of each task, `(tasks, n, n)`; some columns at a time."""
+        """Dense Hessian of f̂(θ + d) and the proximal term of each task, `(tasks, n, n)`; some
+        columns at a time.
+        """
         size, dtype = sum(leaf[0].numel() for leaf in d.values()), next(iter(d.values())).dtype
         columns = []
         for part in torch.arange(size, device=self.problem.device).split(self.columns_at_once):
             basis = F.one_hot(part, size).to(dtype).repeat_interleave(self.tasks, 0)
             here = {n: torch.cat([leaf] * len(part)) for n, leaf in d.items()}
-            hv = self.data_hvp(here, unflatten(basis, d), None, 0, None)[2]
+            v = unflatten(basis, d)
+            hv = self.data_hvp(here, v, None, 0, None)[2]
+            hv = self.problem.proximal.add_curvature(hv, here, v, self.theta)
             columns.append(flatten(hv).unflatten(0, (len(part), self.tasks)))
         return torch.cat(columns).permute(1, 2, 0)
 

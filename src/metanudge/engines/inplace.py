@@ -29,12 +29,12 @@ from metanudge.engines.descent import Descent, Forces, Listener, row, take_gradi
 from metanudge.engines.diagnosis import model_refuses
 from metanudge.engines.inner import Cost, Inner, Measured, NudgedOracle, Nudging
 from metanudge.engines.once import refuse_once_differentiable
-from metanudge.engines.packed import PackedParams, names_to_pack, pack, place, zeros
+from metanudge.engines.packed import PackedParams, pack, place, zeros
 from metanudge.engines.randomness import Draws, minibatch
-from metanudge.engines.ranks import check_solver, check_tasks, refuse_products
+from metanudge.engines.ranks import check_solver, refuse_products
 from metanudge.engines.undisturbed import Guard, claimed, restored, uninterrupted
 from metanudge.objective import LossError, check_seen, metrics_of_rows
-from metanudge.params import Params
+from metanudge.params import Params, names_to_pack
 from metanudge.problem import Problem
 from metanudge.proximal import Diagonal
 from metanudge.solvers.base import Solution, Solver
@@ -64,7 +64,7 @@ class InplaceEngine:
     ) -> Iterator[Iterator[Inner]]:
         """The tasks of a batch as groups of one; the module is restored when the session ends."""
         if problem.spread is not None:
-            check_tasks(problem.spread, batch, seed)
+            problem.spread.check(batch.tensors, seed)
         with uninterrupted(), claimed(problem):
             problem.proximal.refresh()
             draws, guard = Draws(seed, problem.device, problem.modules), Guard(problem)
@@ -119,11 +119,7 @@ class InplaceInner(Inner):
         live together.
         """
         self._write(d)
-        total = self._backward(self._support(step, batch_size), step, "support", None)
-        if offsets is not None:
-            total = total + self._backward(self._task.query, step, "query", offsets[0])
-        self.count(1, offsets)
-        return total.reshape(1), self._collect()
+        return self._pass(offsets, step, batch_size), self._collect()
 
     def oracle(self, **how: Unpack[Nudging]) -> NudgedOracle:
         """Without a shift of θ, oracles that descend without a whole gradient; the proximal term
@@ -150,13 +146,24 @@ class InplaceInner(Inner):
         if forces.pull is not None:  # a fourth copy, which d makes room for
             descent.pack(n for n in self._listener.names if self._guard.holds_still(n))
         with self._listener.handing_to(descent.take):
-            total = self._backward(self._support(step, batch_size), step, "support", None)
-            descent.gather(waiting)
-            if offsets is not None:
-                total = total + self._backward(self._task.query, step, "query", offsets[0])
-                descent.gather(waiting)
+            total = self._pass(offsets, step, batch_size, partial(descent.gather, waiting))
+        return total, descent.finish()
+
+    def _pass(
+        self,
+        offsets: Tensor | None,
+        step: int,
+        batch_size: int | None,
+        after_each: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Backward passes of f̂ and, with offsets, of ν f; losses of f̂ + ν f."""
+        total = self._backward(self._support(step, batch_size), step, "support", None)
+        after_each()
+        if offsets is not None:
+            total = total + self._backward(self._task.query, step, "query", offsets[0])
+            after_each()
         self.count(1, offsets)
-        return total.reshape(1), descent.finish()
+        return total.reshape(1)
 
     def query_gradient(self, d: Params, step: int = 0, *, shared: bool = False) -> Params:
         """∇f(θ + d)."""
@@ -172,10 +179,7 @@ class InplaceInner(Inner):
         """The weighted gradient of f̂ + ν f by the shared parameters alone."""
         self._write(d)
         with self._guard.sharing(adapting=False):
-            self._backward(self._task.support, 0, "support", None)
-            if offsets is not None:
-                self._backward(self._task.query, 0, "query", offsets[0])
-        self.count(1, offsets)
+            self._pass(offsets, 0, None)
         return {n: leaf.mul_(weights[0]) for n, leaf in self._collect(self.problem.shared).items()}
 
     def support_gradient(self, d: Params, step: int, batch_size: int | None) -> Params:

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from metanudge.params import Params, joined, norm, wide
-from metanudge.spread import is_spread, local
+from metanudge.spread import local
 
 logger = logging.getLogger("metanudge")
 
-LEAST = 2**16  # entries of a parameter: below, kernels cost more than memory
 _PIECE = 2**20  # entries that are unpacked at a time
 _MOST = 16  # pieces
 _EVERY = 61  # of a sample, at least; odd, so that it is of all columns
@@ -245,18 +244,6 @@ def _norm(a: PackedParams) -> Tensor:
     return joined({n: torch.linalg.vector_norm(leaf) for n, leaf in a.items()}).reshape(1)
 
 
-def names_to_pack(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Parameters of 16 bits that are large, and whole in this process."""
-    return [
-        n
-        for n, p in parameters.items()
-        if p.is_floating_point()
-        and p.dtype.itemsize == 2
-        and p.numel() >= LEAST
-        and not is_spread(p)
-    ]
-
-
 def zeros(
     parameters: Mapping[str, Tensor], names: Iterable[str], *, rows: bool = False
 ) -> PackedParams:
@@ -290,10 +277,15 @@ def _kernels_for(tensor: Tensor) -> Any:
 
 
 @cache
+def triton_is_there() -> bool:
+    """Whether Triton is installed (it comes with torch for CUDA) and knows the current device."""
+    found = importlib.util.find_spec("triton")
+    return found is not None and torch.cuda.get_device_capability() >= (8, 0)
+
+
+@cache
 def _working_kernels() -> Any:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    if torch.cuda.get_device_capability() < (8, 0):
+    if not triton_is_there():
         return None
     from metanudge.engines.packed_kernels import KERNELS
 

@@ -9,8 +9,6 @@ import torch
 from metanudge.problem import Problem
 from metanudge.solvers import LBFGS, TorchOptimizer
 from metanudge.solvers.base import Solver
-from metanudge.spread import Spread
-from metanudge.task import TaskBatch, tensors
 
 ENTRY_BY_ENTRY = (
     torch.optim.SGD,
@@ -25,11 +23,6 @@ ENTRY_BY_ENTRY = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-
-
-def check_tasks(spread: Spread, batch: TaskBatch, seed: int) -> None:
-    """Raise where ranks that share a model have been given different tasks."""
-    spread.check([t for s in batch.stacks for t in tensors((s.support, s.query))], seed)
 
 
 def check_solver(solver: Solver) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from metanudge.engines.inner import Cost, Inner
 from metanudge.engines.randomness import Draws
 from metanudge.engines.undisturbed import claimed, tensors_kept, uninterrupted
-from metanudge.engines.vmapped import StackedInner
+from metanudge.engines.vmapped import Members, StackedInner
 from metanudge.params import Params
 from metanudge.problem import Problem
 from metanudge.solvers.base import Solver, check_count
@@ -33,12 +33,12 @@ class Offer:
     """To take the gradients of a stack of tasks.
 
     Attributes:
-        group: makes the group, from what every group of the stacked engine is made of.
+        group: makes the group of its members.
         path: what it does, for people; `path_twice` where second derivatives are taken.
         fused: whether convolution blocks run as one operation.
     """
 
-    group: Callable[[Problem, Stack, int, Draws, Cost], Inner]
+    group: Callable[[Members], Inner]
     path: str
     path_twice: str
     fused: bool
@@ -166,20 +166,14 @@ class StackedEngine:
         tasks_at_once = len(batch) if self.chunk is None else max(1, self.chunk // width)
         nudges_at_once = width if self.chunk is None else min(width, self.chunk)
         draws = Draws(seed, problem.device, problem.modules)
-        groups = (
-            _group(
-                problem,
-                stack[begin : begin + tasks_at_once].moved(first),
-                nudges_at_once,
-                draws,
-                cost,
-            )
+        parts = (
+            stack[begin : begin + tasks_at_once].moved(first)
             for stack in batch.stacks
             for begin in range(0, len(stack), tasks_at_once)
         )
         with uninterrupted(), claimed(problem), draws.preserved(), tensors_kept(problem.modules):
             problem.proximal.refresh()
-            yield groups
+            yield (_group(Members(problem, p, nudges_at_once, draws, cost)) for p in parts)
 
     def path(self, problem: Problem, batch: TaskBatch, *, second_order: bool) -> str:
         """How the gradients of these tasks are taken, and why not faster."""
@@ -193,11 +187,11 @@ class StackedEngine:
         return " and ".join(dict.fromkeys(paths))
 
 
-def _group(problem: Problem, stack: Stack, nudges: int, draws: Draws, cost: Cost) -> Inner:
-    offer = offer_for(problem, stack)
+def _group(members: Members) -> Inner:
+    offer = offer_for(members.problem, members.stack)
     if isinstance(offer, Offer):
-        return offer.group(problem, stack, nudges, draws, cost)
-    group = StackedInner(problem, stack, nudges, draws, cost)
+        return offer.group(members)
+    group = StackedInner(members)
     group.path = _slow_path(offer)
     return group
 

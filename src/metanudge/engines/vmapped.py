@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -41,19 +42,32 @@ class Data(NamedTuple):
     query: Batch
 
 
+@dataclass(frozen=True)
+class Members:
+    """The tasks of a group, and what they are solved with."""
+
+    problem: Problem
+    stack: Stack
+    nudges_at_once: int
+    draws: Draws
+    cost: Cost
+
+    def alone(self, row: int) -> Members:
+        """One of the tasks."""
+        return replace(self, stack=self.stack[row : row + 1])
+
+
 class StackedInner(Inner):
     """Tasks of equal shape side by side under `vmap`."""
 
     problem: Problem
     columns_at_once = 32
 
-    def __init__(
-        self, problem: Problem, stack: Stack, nudges_at_once: int, draws: Draws, cost: Cost
-    ) -> None:
-        super().__init__(problem, stack.places, cost)
-        self._stack = stack
-        self.nudges_at_once = nudges_at_once
-        self._draws = draws
+    def __init__(self, members: Members) -> None:
+        problem, self._stack = members.problem, members.stack
+        super().__init__(problem, self._stack.places, members.cost)
+        self._members, self._draws = members, members.draws
+        self.nudges_at_once = members.nudges_at_once
         self.theta = problem.theta
         self._omega = {n: p.detach() for n, p in problem.shared.items()}
         model = problem.objective.model
@@ -239,8 +253,7 @@ class StackedInner(Inner):
 
     def apart(self, row: int) -> Inner:
         """One task of the group."""
-        one = self._stack[row : row + 1]
-        return type(self)(self.problem, one, self.nudges_at_once, self._draws, self.cost)
+        return StackedInner(self._members.alone(row))
 
     def _loss(
         self,

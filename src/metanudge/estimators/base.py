@@ -46,6 +46,10 @@ class Estimator(ABC):
         """Whether it needs second derivatives."""
         return self.graphs(solver) > 0
 
+    def on(self, problem: TwoLevels) -> Estimator:
+        """What takes its place once something is known of the problem; usually itself."""
+        return self
+
     def check(self, solver: Solver) -> None:  # noqa: B027 (most work with any)
         """Raise where the estimator cannot work with this solver."""
 

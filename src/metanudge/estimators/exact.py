@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator, solve_plainly
-from metanudge.estimators.identity import add_response, query_gradient
 from metanudge.estimators.total import MetaGradient
-from metanudge.params import Params, flatten, unflatten, zeros_like
+from metanudge.params import flatten, unflatten
 from metanudge.solvers.base import Solver, check_count
 from metanudge.solvers.conjugate_gradient import LinearSolve
 
@@ -47,10 +45,8 @@ class Exact(Estimator):
                 " smaller model, or raise max_parameters."
             )
         d = solve_plainly(inner, solver, total).displacement
-        q = query_gradient(total, inner, d)
+        q = total.query_gradient(inner, d)
         system = inner.hessian(d)
-        for task, hessian in enumerate(system):
-            _add_curvature(hessian, inner, {n: leaf[task] for n, leaf in d.items()})
         total.check(
             inner.places, "Hessian (after the query gradient)", system.flatten(1).norm(dim=1)
         )
@@ -65,14 +61,4 @@ class Exact(Estimator):
                 f"The Hessian of task {inner.places[int(singular.int().argmax())]} is singular"
                 " where its solve ended, so there is no implicit gradient. Use a larger lam."
             )
-        add_response(total, inner, d, solve.x, -1.0)
-
-
-def _add_curvature(hessian: Tensor, inner: Inner, d: Params) -> None:
-    """Add the dense Hessian of one task's proximal term at its displacement."""
-    basis = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    rows = {n: leaf.unsqueeze(0) for n, leaf in d.items()}
-    v = unflatten(basis, rows)
-    here = {n: leaf.expand_as(v[n]) for n, leaf in rows.items()}
-    term = inner.problem.proximal.add_curvature(zeros_like(v), here, v, inner.theta)
-    hessian += flatten(term).T
+        total.add_response(inner, d, solve.x, -1.0)

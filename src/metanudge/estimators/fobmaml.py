@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator
-from metanudge.estimators.identity import add_partials, centre_shift, check_shifted, query_gradient
+from metanudge.estimators.centre import centre_shift, check_shifted
 from metanudge.estimators.shrinkage import check_unshrink, unshrunk
 from metanudge.estimators.stencils import STENCILS, StartName, StencilName
 from metanudge.estimators.tangent import add_tangent
@@ -95,7 +95,7 @@ class FOBMAML(Estimator):
             # Lines 7 and 9: −λ c_j φ_j / ν, averaged over the tasks. λ and shared layers get ∂_h[g
             # + ν_j f](φ_j) c_j / ν.
             d = found.solution.displacement
-            add_partials(total, inner, d, found.weights(), offsets=offsets, scale=scale)
+            total.add_partials(inner, d, found.weights(), offsets=offsets, scale=scale)
             del d, found  # or they would still be alive during the next solve
 
     def solve_plain(self, inner: Inner, solver: Solver, total: MetaGradient | None = None) -> Base:
@@ -111,8 +111,12 @@ class FOBMAML(Estimator):
             total.record_solution(inner, solution)
         if not with_force:
             return Base(True, solution)
-        direct = self.nudge == "gradient"
-        force = query_gradient(total, inner, solution.displacement, direct=direct)
+        d, direct = solution.displacement, self.nudge == "gradient"
+        force = (
+            inner.query_gradient(d)
+            if total is None
+            else total.query_gradient(inner, d, direct=direct)
+        )
         return Base(True, solution, force)
 
     def solve_nudged(

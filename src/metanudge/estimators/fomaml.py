@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator, refuse_stiffness, solve_plainly
-from metanudge.estimators.identity import query_gradient
 from metanudge.estimators.total import MetaGradient
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solver
@@ -36,6 +35,6 @@ class FOMAML(Estimator):
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add the query gradients at the solutions of a group of tasks."""
         solution = solve_plainly(inner, solver, total)
-        g = query_gradient(total, inner, solution.displacement)
+        g = total.query_gradient(inner, solution.displacement)
         if inner.problem.learns_theta:
             total.add(g, 1.0)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from metanudge.engines import Inner
 from metanudge.estimators.base import Estimator, solve_plainly
-from metanudge.estimators.identity import add_response, query_gradient
 from metanudge.estimators.total import MetaGradient
 from metanudge.solvers.base import Solver, check_count
 from metanudge.solvers.conjugate_gradient import conjugate_gradient
@@ -59,7 +58,7 @@ class IMAML(Estimator):
     def accumulate(self, inner: Inner, solver: Solver, total: MetaGradient) -> None:
         """Add λ (∇²f̂ + λ)⁻¹ ∇f of a group of tasks."""
         d = solve_plainly(inner, solver, total).displacement
-        q = query_gradient(total, inner, d)
+        q = total.query_gradient(inner, d)
         oracle = inner.oracle()
         solve = conjugate_gradient(
             lambda v: oracle.hvp(d, v), q, steps=self.cg_steps, tol=self.tol, damping=self.damping
@@ -70,4 +69,4 @@ class IMAML(Estimator):
             solve.residual,
         )
         inner.judge(solve)
-        add_response(total, inner, d, solve.x, -1.0)
+        total.add_response(inner, d, solve.x, -1.0)

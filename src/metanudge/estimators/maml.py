@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from metanudge.engines import Inner
@@ -104,6 +104,11 @@ class MAML(Estimator):
     def automatic(self) -> bool:
         """Whether ε is to be chosen."""
         return self.products == "difference" and self.epsilon == "auto"
+
+    def on(self, problem: TwoLevels) -> MAML:
+        """By differences, where `"auto"` has found that autograd cannot differentiate twice."""
+        known = self.products != "auto" or problem.twice_differentiable
+        return self if known else replace(self, products="difference")
 
     def check(self, solver: Solver) -> None:
         """The solver's steps must be differentiable."""

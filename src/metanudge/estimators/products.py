@@ -216,15 +216,14 @@ def _size(theta: Params, d: Params) -> Tensor:
     return joined({n: lengths(theta[n] + leaf) for n, leaf in d.items()})
 
 
-def warn_of_kinks(error: float) -> None:
-    """Say so where meta-gradients at neighbouring ε are this far apart at the best."""
-    if error < WORTH_HAVING:
+def warn_of_kinks(error: float, seen: str) -> None:
+    """Say so where differences have this error at the best, and what of it was seen."""
+    if not error >= WORTH_HAVING:  # NaN: nothing to differentiate
         return
     warnings.warn(
-        "Hessian products by differences are not worth having here: at no ε are MAML's gradients"
-        " within a third of those at the next one. ReLU and max-pooling have kinks that differences"
-        ' in this precision cannot see past. Use MAML(products="autograd"), smooth activations'
-        " (GELU, Softplus, average pooling), float64, or FOBMAML().",
+        f"Hessian products by differences are not worth having here: {seen}. ReLU and max-pooling"
+        ' have kinks that differences in this precision cannot see past. Use products="autograd",'
+        " smooth activations (GELU, Softplus, average pooling), float64, or FOBMAML().",
         ProductsWarning,
         stacklevel=2,
     )

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from metanudge.engines import Inner
-from metanudge.estimators.identity import query_gradient
 from metanudge.estimators.products import Products
 from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, norm, zeros_like
@@ -113,7 +112,7 @@ def walk_back(
 
 def _query_part(total: MetaGradient, inner: Inner, d: Params, weight: float) -> Params:
     """w ∇f(θ + d), of which θ and shared layers get theirs."""
-    q = query_gradient(total, inner, d, weight=weight)
+    q = total.query_gradient(inner, d, weight=weight)
     if inner.problem.learns_theta:
         total.add(q, weight)
     return q if weight == 1.0 else {n: leaf * weight for n, leaf in q.items()}

@@ -6,11 +6,11 @@ import warnings
 from functools import partial
 
 from metanudge.engines import Engine
-from metanudge.engines.packed import names_to_pack, zeros
+from metanudge.engines.packed import zeros
 from metanudge.engines.stacked import MetaStep, Recorder
 from metanudge.estimators.base import Estimator
 from metanudge.estimators.total import MetaGradient, Stats
-from metanudge.params import Params
+from metanudge.params import Params, names_to_pack
 from metanudge.problem import Problem
 from metanudge.solvers import stability_advice
 from metanudge.solvers.base import Solver

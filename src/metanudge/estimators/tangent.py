@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from metanudge.engines import Inner
 from metanudge.engines.inner import NudgedOracle
-from metanudge.estimators.identity import add_response, centre_shift, query_gradient
+from metanudge.estimators.centre import centre_shift
 from metanudge.estimators.stencils import StartName
 from metanudge.estimators.total import MetaGradient
 from metanudge.params import Params, norm
@@ -39,7 +39,7 @@ def add_tangent(
         solution = inner.solve(solver)
         total.record(inner, solution)
         if nudge == "gradient" or start == "shifted":
-            force = query_gradient(total, inner, solution.displacement, direct=not direct_at_end)
+            force = total.query_gradient(inner, solution.displacement, direct=not direct_at_end)
         if start == "solution":
             d = solution.displacement
         elif start == "shifted":
@@ -49,8 +49,8 @@ def add_tangent(
     total.record_solution(inner, solution, share=1.0 if once else 0.0)
     total.check(inner.places, "tangent", norm(tangent))
     if direct_at_end and inner.problem.shared:
-        query_gradient(total, inner, solution.displacement)
-    add_response(total, inner, solution.displacement, tangent, 1.0, scale)
+        total.query_gradient(inner, solution.displacement)
+    total.add_response(inner, solution.displacement, tangent, 1.0, scale)
 
 
 def _follow(

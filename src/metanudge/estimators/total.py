@@ -1,4 +1,11 @@
-"""What estimators add up: a meta-gradient, and the statistics of how it was made."""
+"""What estimators add up: a meta-gradient, and the statistics of how it was made.
+
+One identity serves everything that is meta-learned: ∇F(h) = d/dν ∂_h[g + ν f](h, φ_ν) at ν = 0, ∂_h
+at fixed φ. It completes the paper's General Discussion. g is the inner objective, f the outer one,
+h any of: θ, the centre of the proximal term; its learned stiffness; layers that all tasks share, on
+which f̂ and f depend directly. Estimators differ in how they take d/dν: by a difference of solutions
+(`add_partials`) or along the response dφ/dν (`add_response`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,7 @@ from torch import Tensor
 from metanudge.engines import Cost, Inner, Measured
 from metanudge.engines.packed import Packed, PackedParams, add
 from metanudge.html_table import html_table
-from metanudge.params import Params, combined, condensed, joined
+from metanudge.params import Params, combined, condensed, joined, norm, tiled
 from metanudge.problem import TwoLevels
 from metanudge.solvers.base import Solution
 
@@ -89,6 +96,9 @@ class Stats:
         facts |= {name: f"{value:.4g}" for name, value in self.extra.items()}
         if self.nu is not None:
             facts["ν"] = f"{self.nu:.3g}"
+        if self.products is not None:
+            error = "" if self.error is None else f" (error about {self.error:.1g})"
+            facts["products"] = self.products + error
         return facts | {"|meta-gradient|": f"{self.gradient_norm:.3g}"}
 
     def __str__(self) -> str:
@@ -185,6 +195,59 @@ class MetaGradient:
                 add(total, row, weight, None if scale is None else scale[name])
         return left
 
+    def add_partials(
+        self,
+        inner: Inner,
+        d: Params,
+        weights: Sequence[float],
+        *,
+        offsets: Sequence[float] | None,
+        scale: Params | None,
+    ) -> None:
+        """Add Σ_j w_j ∂_h[g + ν_j f](φ_j) of a group of tasks.
+
+        Args:
+            d: the displacements φ_j − θ, nudge by nudge.
+            weights: w_j, one per nudge.
+            offsets: ν_j, where the nudge is the loss f; without, f is not evaluated.
+            scale: in place of λ.
+        """
+        proximal = inner.problem.proximal
+        rows, lam = proximal.pull(d, inner.theta)
+        self.add(rows, [-w for w in weights], lam if scale is None else scale)
+        halves = [0.5 * w / self.num_tasks for w in weights]
+        proximal.accumulate(self.gradient, d, d, halves, scale)
+        if inner.problem.shared:
+            each = {"nu": next(iter(d.values())).new_ones(inner.tasks)}
+            nu = None if offsets is None else tiled(each, offsets)["nu"]
+            self.add(inner.shared_gradient(d, nu, weights), 1.0)
+
+    def add_response(
+        self, inner: Inner, d: Params, v: Params, sign: float, scale: Params | None = None
+    ) -> None:
+        """Add ∂²_hφ g · (± v), how ∂_h g changes as φ moves from θ + d along ± v; the direct term
+        ∂_h f is `query_gradient`'s.
+        """
+        proximal = inner.problem.proximal
+        rows, lam = proximal.pull(d, inner.theta, v)
+        self.add(rows, -sign, lam if scale is None else scale)
+        proximal.accumulate(self.gradient, d, v, [sign / self.num_tasks], scale)
+        if inner.problem.shared:
+            self.add(inner.shared_hvp(d, v), sign)
+
+    def query_gradient(
+        self, inner: Inner, d: Params, *, direct: bool = True, weight: float = 1.0
+    ) -> Params:
+        """∇f(θ + d) by the parameters that adapt; by the shared ones it is the direct term, which
+        is added from the same evaluation, times a weight.
+        """
+        shared = inner.problem.shared if direct else {}
+        g = inner.query_gradient(d, shared=bool(shared))
+        if shared:
+            self.add({n: g.pop(n) for n in shared}, weight)
+        self.check(inner.places, "query gradient", norm(g))
+        return g
+
     def check(self, places: tuple[int, ...], quantity: str, values: Tensor, hint: str = "") -> None:
         """Remember values that must be finite: `(steps, rows)`, or `(rows,)` for something outside
         the inner steps. The hint is for the message, should they not be.
@@ -258,8 +321,8 @@ class MetaGradient:
         sealed = self._sealed.tolist()
         self._raise_where_not_finite(sealed[: len(self._checks)], advice)
         values = dict(zip(self._sums, sealed[len(self._checks) :], strict=True))
-        norm = values["gradient_norm"]
-        if not math.isfinite(norm):
+        size = values["gradient_norm"]
+        if not math.isfinite(size):
             raise NonFiniteError(
                 "The meta-gradient is not finite although every inner solve was; the nudge or the"
                 " query loss overflowed. Use a smaller lr or a larger nu. Nothing was written to"
@@ -270,7 +333,7 @@ class MetaGradient:
         return Stats(
             **values,
             nu=self.nu,
-            error=None if error is None or norm == 0 else error / norm,
+            error=None if error is None or size == 0 else error / size,
             support_gradients=cost.support_gradients / self.num_tasks,
             query_gradients=cost.query_gradients / self.num_tasks,
             hessian_products=cost.hessian_products / self.num_tasks,

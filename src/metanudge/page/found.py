@@ -14,7 +14,7 @@ from typing import Any
 
 from metanudge.tasks.episodes import SPLITS
 from metanudge.training.config import TrainConfig
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, readable
 from metanudge.training.evaluation import eval_file
 from metanudge.training.files import is_intact, parse_json, read_bytes
 from metanudge.training.metrics import read_metrics
@@ -110,10 +110,8 @@ def read_run(folder: Path) -> Found:
     config = read_config(folder, trust=True)  # nothing that it names is imported or fetched
     notes: list[str] = []
     check_summary(folder, notes.append)
-    try:
+    with readable(folder / METRICS):
         rows = [row for row in read_metrics(folder / METRICS, note=notes.append) if _sound(row)]
-    except OSError as error:
-        raise UserError(f"{folder / METRICS} cannot be read ({error.strerror}).") from error
     summary = _document(folder / SUMMARY, _SUMMARY, "Resume the run to its end")
     evaluation = None
     for split in reversed(SPLITS):
@@ -140,11 +138,10 @@ def _document(
     if not os.path.lexists(file):
         return None
     try:
-        document = parse_json(read_bytes(file, limit=_MOST_BYTES))
+        with readable(file):
+            document = parse_json(read_bytes(file, limit=_MOST_BYTES))
         intact = isinstance(document, dict) and is_intact(document, indent=1)
         _hold(document, form, "it")
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise UserError(f"{file} is not what a run writes: {error}. {remedy}.") from error
     if notes is not None and not intact:

@@ -14,8 +14,8 @@ from metanudge.names import shown
 from metanudge.page.found import Found
 from metanudge.page.svg import INK_AND_GRID, OF_A_RUN, inlined, render
 from metanudge.page.words import Numbers, all_settings, lead, machine, settings
-from metanudge.training.curve import BASELINE, BY_CHANCE, learning_curve, parted, quantity_of
 from metanudge.training.evaluation import steps_figure
+from metanudge.training.metrics import BASELINE, BY_CHANCE, learning_curve, parted, quantity_of
 from metanudge.version import __version__
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from metanudge.training.curve import (
+from metanudge.training.metrics import (
     AFTER,
     BASELINE,
     BEFORE,

@@ -23,6 +23,8 @@ from metanudge.spread import present
 # zero by symmetry.
 _ROUNDINGS = 16.0
 _KNOWN = "SGD, Adam and AdamW"
+_WHY = "MAML differentiates the solver's steps, and"
+_INSTEAD = " or GradientDescent or Nesterov, or an estimator that needs no steps (FOBMAML, IMAML)"
 
 
 class At(NamedTuple):
@@ -146,22 +148,44 @@ class Still(Rule):
 
 
 class OptimizerUpdate(Update):
-    """The steps of a `TorchOptimizer`."""
+    """The steps of a `TorchOptimizer`, whose groups of parameters may have options of their own."""
 
     def __init__(self, solver: TorchOptimizer, rates: Rates | None = None) -> None:
-        self._rule = rule_of(solver)
+        self._solver = solver
+        self._rules: dict[str, Rule] = {}
+        self._remembers = 0
         self.steps, self.batch_size, self.rates = solver.steps, solver.batch_size, rates
-        self.needs_gradient = not self._rule.linear or rates is not None
+        self.needs_gradient = not rule_of(solver).linear or rates is not None
 
     def begin(self, d: Params) -> Memory:
-        """Zeros."""
-        return tuple(zeros_like(d) for _ in range(self._rule.remembers))
+        """Zeros; also looks at how the optimizer groups these parameters."""
+        leaves = {n: leaf[0].detach() for n, leaf in d.items()}
+        optimizer, names = (
+            self._solver.build([*leaves.values()]),
+            {id(t): n for n, t in leaves.items()},
+        )
+        found = rules_of(optimizer, _WHY, _INSTEAD)
+        if self.rates is not None and len({rule.lr for rule in found}) > 1:
+            raise ValueError(
+                "learn_lr starts at the solver's lr, but its optimizer's groups have several. Give"
+                " them one, or leave learn_lr out."
+            )
+        self._rules = dict.fromkeys(d, Still()) | {
+            names[id(p)]: rule
+            for rule, group in zip(found, optimizer.param_groups, strict=True)
+            for p in group["params"]
+        }
+        self._remembers = max(rule.remembers for rule in found)
+        return self._zeros(d)
+
+    def _zeros(self, like: Params) -> Memory:
+        return tuple(zeros_like(like) for _ in range(self._remembers))
 
     def advance(self, step: int, d: Params, g: Params, memory: Memory) -> tuple[Params, Memory]:
         """Entry by entry."""
         with torch.no_grad():
             moved = {
-                n: self._rule.move(
+                n: self._rules[n].move(
                     At(step, self._rate(step, n, leaf)), leaf, g[n], *(part[n] for part in memory)
                 )
                 for n, leaf in d.items()
@@ -177,15 +201,15 @@ class OptimizerUpdate(Update):
 
     def pull_back_result(self, v: Params) -> Adjoint:
         """All by d."""
-        return Adjoint(v, tuple(zeros_like(v) for _ in range(self._rule.remembers)))
+        return Adjoint(v, self._zeros(v))
 
     def pull_back(self, step: int, point: Point, after: Adjoint) -> PulledBack:
         """By autograd through the step, entry by entry."""
-        rules = dict.fromkeys(point.d, (self._rule, step))
+        rules = {n: (self._rules[n], step) for n in point.d}
         return pulled_through(rules, point, after, partial(self._rate, step))
 
     def _rate(self, step: int, name: str, like: Tensor) -> float | Tensor:
-        return self._rule.lr if self.rates is None else self.rates.of(name, step, like)
+        return self._rules[name].lr if self.rates is None else self.rates.of(name, step, like)
 
 
 def pulled_through(
@@ -239,13 +263,8 @@ def _rounding_of(g: Params) -> Tensor:
 
 
 def rule_of(solver: TorchOptimizer) -> Rule:
-    """The rule of a solver's optimizer; raises, by name, where none is known."""
-    (rule,) = rules_of(
-        solver.build([torch.zeros(1, 1)]),
-        "MAML differentiates the solver's steps, and",
-        " or GradientDescent or Nesterov, or an estimator that needs no steps (FOBMAML, IMAML)",
-    )
-    return rule
+    """The rule of an optimizer's first group; raises, by name, where none is known."""
+    return rules_of(solver.build([torch.zeros(1, 1)]), _WHY, _INSTEAD)[0]
 
 
 def rules_of(optimizer: torch.optim.Optimizer, why: str, instead: str = "") -> list[Rule]:

@@ -227,17 +227,17 @@ class Labelled(ClassEpisodes):
                 standardised unless told otherwise.
         """
         table = read_csv(path, label=label, features=features, delimiter=delimiter)
-        _check_no_quantity(table.labels, label)
+        _check_no_quantity(table.text[label], label)
         source = cls(
             table.values,
-            table.labels,
+            table.text[label],
             standardise=standardise,
             splits=splits,
             split_seed=split_seed,
             drop_small=drop_small,
             **sizes,
         )
-        source.columns, source._fingerprint = table.columns, table.fingerprint
+        source.columns, source._fingerprint = table.names, table.fingerprint
         if source.standardisation is not None:
             source.note = (
                 "standardised over the training classes; standardise=false leaves them as they are"

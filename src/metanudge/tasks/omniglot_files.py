@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from metanudge.tasks.cache import cache_folder, load_arrays, save_arrays
+from metanudge.tasks.cache import cache_folder, load_arrays, read_entry, save_arrays
 from metanudge.tasks.images import image_tensor, opened
-from metanudge.tasks.unpack import read_entry
 
 CHARACTERS: Mapping[str, int] = {"images_background": 964, "images_evaluation": 659}
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metanudge.names import shown
-from metanudge.tasks.cache import cache_folder
+from metanudge.tasks.cache import cache_folder, replacing
 from metanudge.tasks.standardise import Standardisation
 
 LARGE = 1 << 28
@@ -97,20 +97,9 @@ def write_examples(
     """Write examples to a file that other processes see complete or not at all; `about` is asked
     for what is to be kept beside them when all are written.
     """
-    folder = file.parent
-    with _explained(folder, count):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=file.stem + ".", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                footer = json.dumps({**_write(stream, folder, examples, count), **about()}).encode()
-                stream.write(footer + len(footer).to_bytes(8, "little"))
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, file)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+    with _explained(file.parent, count), replacing(file) as stream:
+        footer = json.dumps({**_write(stream, file.parent, examples, count), **about()}).encode()
+        stream.write(footer + len(footer).to_bytes(8, "little"))
 
 
 def read_examples(file: Path) -> tuple[OnDisk, dict[str, str]] | None:

@@ -27,25 +27,6 @@ _SPELLED = {"tab": "\t", r"\t": "\t"}
 
 
 @dataclass(frozen=True)
-class Table:
-    """What a CSV file holds.
-
-    Attributes:
-        columns: the names of the columns with numbers.
-        values: `(rows, columns)`.
-        labels: the label of every row; empty strings where the file has no labels and need not have
-            any.
-        fingerprint: hex sha256 of the file's bytes and of what was read out of them: label,
-            columns, delimiter.
-    """
-
-    columns: tuple[str, ...]
-    values: NDArray[np.float64]
-    labels: list[str]
-    fingerprint: str
-
-
-@dataclass(frozen=True)
 class Columns:
     """The columns of a table: numbers, and text as it stands there.
 
@@ -54,7 +35,8 @@ class Columns:
         values: `(rows, names)`.
         text: name → one cell per row.
         rows: what messages call each row.
-        fingerprint: as in `Table`; empty where there is no file.
+        fingerprint: hex sha256 of the file's bytes and of what was read out of them: columns,
+            delimiter; empty where there is no file.
     """
 
     names: tuple[str, ...]
@@ -71,7 +53,7 @@ def read_csv(
     features: Sequence[str] | None = None,
     delimiter: str | None = None,
     labelled: bool = True,
-) -> Table:
+) -> Columns:
     """The numbers and the label of every row; the time is linear in the size of the file.
 
     Args:
@@ -86,7 +68,7 @@ def read_csv(
     )
     if labelled:
         check_filled(read, label, "the label", "Name the row's class")
-    return Table(read.names, read.values, read.text[label], read.fingerprint)
+    return read
 
 
 def read_columns(

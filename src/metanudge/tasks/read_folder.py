@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from metanudge.names import shown, some
-from metanudge.tasks.cache import cache_folder
+from metanudge.tasks.cache import cache_folder, read_arrays
 from metanudge.tasks.images import FORMATS, as_seen, image_tensor, is_grey, opened, upright_size
 from metanudge.tasks.on_disk import OnDisk, read_examples, wanted, write_examples
-from metanudge.tasks.unpack import read_arrays
 
 ImageSize = int | tuple[int, int] | Literal["auto"] | None
 # the longest side of pictures whose size was left to us; what the few-shot literature takes for

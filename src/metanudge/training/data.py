@@ -11,8 +11,8 @@ from metanudge.tasks.standardise import Standardisation
 from metanudge.tasks.text import TextForm
 from metanudge.training.config import GIVEN, flag
 from metanudge.training.errors import UserError
-from metanudge.training.spec_language import show_options, split_options
-from metanudge.training.specs import Shapes, convert, options_of
+from metanudge.training.spec_language import convert, options_of, show_options, split_options
+from metanudge.training.specs import Shapes
 
 _OWN_FLAGS = ("ways", "shots", "queries", "seed", "device", "dtype", *GIVEN)
 

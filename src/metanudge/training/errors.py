@@ -75,6 +75,33 @@ class ChangedError(UserError):
         self.config = config
 
 
+@contextmanager
+def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """What is refused within (`TypeError` and `ValueError` where no kinds are given) becomes a
+    `UserError` that begins with `what`.
+
+    Example:
+        >>> with refused("--tasks: "):
+        ...     int("many")
+        Traceback (most recent call last):
+        metanudge.training.errors.UserError: --tasks: invalid literal for int() with base 10: 'many'
+    """
+    kinds = kinds or (TypeError, ValueError)
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{what}{error}") from error
+
+
+@contextmanager
+def readable(file: Path, remedy: str = "") -> Iterator[None]:
+    """Within, what the system says against reading a file becomes a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}).{remedy}") from error
+
+
 class StopTraining(Exception):
     """A run that ends early, in good order.
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, readable
 
 try:
     import fcntl
@@ -95,9 +95,8 @@ def write_bytes(file: Path, data: bytes) -> None:
 def read_text(file: Path, *, limit: int | None = None) -> str:
     """A plain text file; `UserError` where it cannot be read."""
     try:
-        return read_bytes(file, limit=limit).decode("utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}).") from error
+        with readable(file):
+            return read_bytes(file, limit=limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{file} cannot be read ({error}).") from error
 

@@ -15,8 +15,8 @@ from torch import nn
 from metanudge.tasks.encoder import check_weights, quiet
 from metanudge.tasks.tokenizers import check_name
 from metanudge.training.errors import UserError
-from metanudge.training.spec_language import known, split
-from metanudge.training.specs import HF, Shapes, convert, vocabulary_of
+from metanudge.training.spec_language import convert, known, split
+from metanudge.training.specs import HF, Shapes, vocabulary_of
 
 
 def build_classifier(text: str, shapes: Shapes) -> nn.Module:

@@ -23,12 +23,12 @@ from metanudge.engines.randomness import mix
 from metanudge.estimators import NonFiniteError
 from metanudge.evaluation import Evaluation
 from metanudge.learner import MetaLearner
-from metanudge.names import some
 from metanudge.params import Params
 from metanudge.tasks import Episodes
 from metanudge.tasks.ahead import Ahead
 from metanudge.tasks.episodes import Split
 from metanudge.training.checkpoint import Checkpoint, CheckpointStore
+from metanudge.training.checkpoint.values import differences
 from metanudge.training.distributed import Group, Share, combine
 from metanudge.training.errors import (
     PATIENCE,
@@ -198,7 +198,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "lrs": self._lrs,
             "chunk": learner.chunk,
-            "tuner": learner.tuner.state_dict() if is_automatic(learner.estimator) else None,
+            "tuner": learner.tuner.state_dict() if learner.tuner.nu is not None else None,
         }
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -215,6 +215,8 @@ class Trainer:
         if self.learner.chunk is None:
             self.learner.chunk = state["chunk"]
         if state["tuner"] is not None:
+            # `MAML()` has something where it went over to differences
+            self.learner.problem().twice_differentiable &= is_automatic(self.learner.estimator)
             self.learner.tuner.load_state_dict(state["tuner"])
         self._lrs = state["lrs"]
         self.step = checkpoint.step
@@ -372,19 +374,8 @@ def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
     """
     for part, module in _parts(learner).items():
         saved, own = checkpoint.tensors.get(part, {}), module.state_dict()
-        differences = {
-            "not in the checkpoint": sorted(own.keys() - saved.keys()),
-            "only in the checkpoint": sorted(saved.keys() - own.keys()),
-            "of another shape": [
-                f"{name} {tuple(saved[name].shape)} → {tuple(own[name].shape)}"
-                for name in own
-                if name in saved and saved[name].shape != own[name].shape
-            ],
-        }
-        if any(differences.values()):
-            detail = "; ".join(
-                f"{what}: {some(names, 3)}" for what, names in differences.items() if names
-            )
+        shapes, was = ({name: t.shape for name, t in one.items()} for one in (own, saved))
+        if detail := differences(shapes, was):
             what = {"model": "model", "log_lam": "learned stiffness"}.get(part, "learned inner lr")
             raise UserError(
                 f"The {what} has changed since {checkpoint.folder} was saved ({detail}). Resume "

@@ -13,8 +13,8 @@ from metanudge.tasks.images import is_picture
 from metanudge.training.config import TrainConfig, flag
 from metanudge.training.data import Data, DataShapes
 from metanudge.training.errors import UserError
-from metanudge.training.own_code import function, named
-from metanudge.training.specs import make
+from metanudge.training.spec_language import make
+from metanudge.training.specs import function, named
 
 TABLES = (".csv", ".tsv")
 

@@ -10,18 +10,21 @@ from metanudge.objective import takes_model
 from metanudge.tasks import Changes, Episodes
 from metanudge.tasks.augment import Augment
 from metanudge.training.config import TrainConfig, own_code
-from metanudge.training.errors import UserError
-from metanudge.training.own_code import function
-from metanudge.training.spec_language import Spec, show_options, split_options
-from metanudge.training.specs import convert, make
+from metanudge.training.errors import UserError, refused
+from metanudge.training.spec_language import Spec, convert, make, show_options, split_options
+from metanudge.training.specs import function
 
 _TAKEN = ("loss", "accuracy")
 
 
 def parse_function(text: str, flag: str) -> Spec:
     """The spec of a function of (output, target), with its options converted."""
-    name, raw, found = _function(text, flag)
-    return Spec(name, convert(raw, found, flag, name))
+    if not own_code(text):
+        raise UserError(
+            f"{flag} {text}: name a function of (output, target) as module:attribute, such as"
+            " my_losses:focal for focal in my_losses.py."
+        )
+    return _parsed(text, flag, "(output, target)")[0]
 
 
 def build_function(text: str, flag: str) -> Callable[..., Any]:
@@ -31,11 +34,8 @@ def build_function(text: str, flag: str) -> Callable[..., Any]:
         >>> build_function("torch.nn:CrossEntropyLoss:label_smoothing=0.1", "--loss")
         CrossEntropyLoss()
     """
-    spec, found = parse_function(text, flag), _function(text, flag)[2]
-    if isinstance(found, type):
-        found = make(flag, spec.name, found, **spec.options)
-    elif spec.options:
-        found = functools.partial(found, **spec.options)
+    spec = parse_function(text, flag)
+    found = _built(text, flag, "(output, target)")
     if not callable(found):
         raise UserError(f"{flag} {spec.name} made a {type(found).__name__}, which is no function.")
     if takes_model(found):
@@ -45,13 +45,17 @@ def build_function(text: str, flag: str) -> Callable[..., Any]:
     return found
 
 
-def _function(text: str, flag: str) -> tuple[str, dict[str, str], Any]:
-    if own_code(text):
-        return function(text, flag, makes="function of (output, target)")
-    raise UserError(
-        f"{flag} {text}: name a function of (output, target) as module:attribute, such as"
-        " my_losses:focal for focal in my_losses.py."
-    )
+def _parsed(text: str, flag: str, arguments: str) -> tuple[Spec, Any]:
+    """The spec of a function of the user's own, or of a class that makes one, and what it names."""
+    name, raw, found = function(text, flag, makes=f"function of {arguments}")
+    return Spec(name, convert(raw, found, flag, name)), found
+
+
+def _built(text: str, flag: str, arguments: str) -> Any:
+    spec, found = _parsed(text, flag, arguments)
+    if isinstance(found, type):
+        return make(flag, spec.name, found, **spec.options)
+    return functools.partial(found, **spec.options) if spec.options else found
 
 
 def metric_specs(text: str) -> dict[str, str]:
@@ -89,23 +93,15 @@ def parse_augment(text: str) -> str:
         'flip=true,shift=2'
     """
     if own_code(text):
-        return str(_augment(text)[0])
+        return str(_parsed(text, "--augment", "(inputs, generator)")[0])
     return show_options(_changes(text))
 
 
 def build_augment(text: str) -> Augment:
     """What changes training tasks."""
     if own_code(text):
-        spec, found = _augment(text)
-        if isinstance(found, type):
-            return make("--augment", spec.name, found, **spec.options)
-        return functools.partial(found, **spec.options) if spec.options else found
+        return _built(text, "--augment", "(inputs, generator)")
     return make("--augment", text, Changes, **_changes(text))
-
-
-def _augment(text: str) -> tuple[Spec, Any]:
-    name, raw, found = function(text, "--augment", makes="function of (inputs, generator)")
-    return Spec(name, convert(raw, found, "--augment", name)), found
 
 
 def _changes(text: str) -> dict[str, Any]:
@@ -116,8 +112,7 @@ def _changes(text: str) -> dict[str, Any]:
 def augmented(config: TrainConfig, source: Episodes) -> Episodes:
     """A source whose training tasks are changed as a configuration says; tried on one."""
     source = source.augmented(build_augment(config.augment), query=config.augment_query)
-    try:
+    kinds = TypeError, ValueError, RuntimeError, IndexError
+    with refused(f"--augment {config.augment}: ", *kinds):
         source.task(0)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise UserError(f"--augment {config.augment}: {error}") from error
     return source

@@ -33,7 +33,7 @@ from metanudge.training.continuing import Plan
 from metanudge.training.data import DataShapes
 from metanudge.training.device import device_called, environment
 from metanudge.training.distributed import Group
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, readable
 from metanudge.training.files import (
     LOCK,
     RunLock,
@@ -44,8 +44,8 @@ from metanudge.training.files import (
     write_text,
 )
 from metanudge.training.loop import Course, Surroundings, Trainer
-from metanudge.training.metrics import check_sinks
 from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, TIMING
+from metanudge.training.sinks import check_sink
 from metanudge.training.summary import check_summary
 from metanudge.tuning import NuTuner
 
@@ -93,16 +93,9 @@ def _check_empty(folder: Path) -> None:
 
 
 def _contents(folder: Path) -> list[str]:
-    try:
-        return sorted(
-            path.name
-            for path in folder.iterdir()
-            if not path.name.startswith(".new-") and path.name != LOCK
-        )
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be read ({error.strerror}). Give a folder of yours."
-        ) from error
+    with readable(folder, " Give a folder of yours."):
+        names = sorted(path.name for path in folder.iterdir())
+    return [name for name in names if not name.startswith(".new-") and name != LOCK]
 
 
 def _default_folder(config: TrainConfig, group: Group) -> Path:
@@ -122,7 +115,8 @@ def read_data(
     """
     group, note = around.group, around.note
     device = device_called(config.device)
-    check_sinks(config.sinks)
+    for name in config.sinks:
+        check_sink(name)
     if config.encoder is not None and config.encoder != NGRAMS:
         note(f"features of {Path(config.encoder).name}: computed once, then read from the cache")
     remembered = (
@@ -200,7 +194,9 @@ def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> str 
         )
     tuner, learner.tuner = learner.tuner, NuTuner()  # the run chooses a ν on tasks of its own
     try:
-        return learner.meta_gradient(batch, seed=0)[1].products
+        products = learner.meta_gradient(batch, seed=0)[1].products
+        learner.estimator = learner.estimator.on(learner.problem())  # alike on all ranks
+        return products
     except (NonFiniteError, torch.OutOfMemoryError):
         return None  # the training loop deals with these
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:

@@ -183,6 +183,8 @@ def describe(values: dict[str, Any]) -> str:
     parts.append(f"residual {values['residual']:.2g}")
     if _given(values, "nu"):
         parts.append(f"ν {values['nu']:.3g}")
+    elif _given(values, "error"):  # of `MAML` by differences
+        parts.append(f"error {values['error']:.1g}")
     parts += filter(None, [describe_learned(values, key) for key in LEARNED])
     if _given(values, "val_accuracy"):
         parts.append(f"validation {values['val_accuracy']:.1%}")

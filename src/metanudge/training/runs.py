@@ -33,15 +33,8 @@ from metanudge.training.data import DataShapes
 from metanudge.training.device import computing_in
 from metanudge.training.errors import ChangedError, UserError, count
 from metanudge.training.loop import load_weights, weights_of
-from metanudge.training.sources import (
-    build_learner,
-    build_source,
-    check_splits,
-    find_data,
-    resolve,
-)
-from metanudge.training.spec_language import normal, split_options
-from metanudge.training.specs import options_of
+from metanudge.training.sources import build_learner, build_source, find_data
+from metanudge.training.spec_language import normal, options_of, split_options
 from metanudge.training.trust import check_trust
 from metanudge.training.upgrade import upgrade
 
@@ -265,17 +258,3 @@ def check_config(
             " what it says. Put back what was there; for a run with other settings: metanudge"
             f" train --config {shlex.quote(str(folder / CONFIG))} with flags, and another --out."
         )
-
-
-__all__ = [
-    "CheckpointError",
-    "DataShapes",
-    "Run",
-    "build_learner",
-    "build_source",
-    "check_splits",
-    "load",
-    "load_weights",
-    "read_config",
-    "resolve",
-]

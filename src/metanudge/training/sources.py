@@ -22,7 +22,7 @@ from metanudge.training import own_parts, specs
 from metanudge.training.config import GIVEN, TEXT, LearnLr, TrainConfig, flag, own_code
 from metanudge.training.data import Data, DataShapes
 from metanudge.training.device import device_called
-from metanudge.training.errors import UserError, count, spelled
+from metanudge.training.errors import UserError, count, refused, spelled
 from metanudge.training.hf_models import build_classifier, with_adapters
 from metanudge.training.own_data import OwnSource, given_tasks, own_data, own_source
 from metanudge.training.spec_language import Spec, known, normal
@@ -76,11 +76,8 @@ def build_source(
     place = device if device is not None else device_called(config.device)
     dtype = getattr(torch, config.dtype)
     try:
-        source = data.build(**options, seed=config.seed, device=place, dtype=dtype)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{config.data}: {error}") from error
-    except OSError as error:
-        raise UserError(f"{config.data} cannot be read: {error}") from error
+        with refused(f"{config.data}: "), refused(f"{config.data} cannot be read: ", OSError):
+            source = data.build(**options, seed=config.seed, device=place, dtype=dtype)
     except DownloadError as error:
         raise UserError(
             f"{config.data}: {error} On the command line, root is --data-options root=FOLDER. Where"

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import inspect
 import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from metanudge.names import near
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, refused
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _YES_OR_NO = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -34,6 +37,11 @@ _KINDS = {
     str: "text",
     type(None): "none",
 }
+_NO_OPTION = (
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.VAR_KEYWORD,
+    inspect.Parameter.POSITIONAL_ONLY,
+)
 _NO = object()  # "does not fit"; None itself is a value
 
 
@@ -276,3 +284,77 @@ def _spell(kind: Any) -> str:
     if typing.get_origin(kind) in (tuple, list, Sequence):
         return "a list such as (1,2)"
     return str(kind)
+
+
+# --- Options of a class or function
+
+
+def options_of(target: Any) -> dict[str, inspect.Parameter]:
+    """The options that a class or function takes by name."""
+    if isinstance(target, nn.Module):
+        return {}
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(target).parameters.items()
+        if parameter.kind not in _NO_OPTION and name not in ("self", "params", "options")
+    }
+
+
+def convert(
+    raw: Mapping[str, str],
+    target: Any,
+    flag: str,
+    name: str,
+    *,
+    also: Sequence[str] = (),
+    but: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Raw options as the types that a class or function declares, in the order of its
+    declaration.
+
+    Args:
+        raw: as they were written.
+        target: the class or function.
+        flag, name: what they were written after, for messages.
+        also: what messages list besides.
+        but: what it declares and is no option here.
+    """
+    declared = [option for option in options_of(target) if option not in but]
+    for key in raw:
+        if key not in declared:
+            choices = [*also, *declared]
+            listed = f"Its options are {', '.join(choices)}." if choices else "It has no options."
+            raise UserError(f"{flag} {name} has no option {key!r}.{near(key, choices)} {listed}")
+    hints = _hints(target)
+    return {
+        key: typed(raw[key], hints.get(key), f"{flag} {name}: {key}")
+        for key in declared
+        if key in raw
+    }
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    function = target.func if isinstance(target, functools.partial) else target
+    if isinstance(function, type):
+        function = function.__init__  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(function)
+    except (NameError, TypeError, AttributeError):  # a name that only type checkers know
+        return {}
+
+
+def make(flag: str, name: str, target: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a target; what it refuses becomes a `UserError` that names the flag."""
+    needed = [
+        n
+        for n, p in list(inspect.signature(target).parameters.items())[len(args) :]
+        if p.default is inspect.Parameter.empty and p.kind not in _NO_OPTION and n not in options
+    ]
+    if needed:
+        example = ",".join(f"{key}=..." for key in needed)
+        raise UserError(
+            f"{flag} {name} needs the option{'s' * (len(needed) > 1)} {', '.join(needed)}. Write"
+            f" {name}:{example}."
+        )
+    with refused(f"{flag} {name}: ", TypeError, ValueError, ImportError):
+        return target(*args, **options)

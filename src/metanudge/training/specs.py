@@ -8,12 +8,13 @@ declares its options by its own signature, and judges their values when it is ca
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import math
+import os
 import re
 import sys
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -27,94 +28,79 @@ from metanudge.names import near
 from metanudge.solvers import SOLVERS, Solver, TorchOptimizer
 from metanudge.training.config import own_code
 from metanudge.training.errors import UserError
-from metanudge.training.own_code import function, named
-from metanudge.training.spec_language import Spec, known, normal, split, typed
+from metanudge.training.spec_language import (
+    Spec,
+    convert,
+    known,
+    make,
+    normal,
+    options_of,
+    split,
+    split_options,
+)
 
 TaskKind = Literal["classification", "regression"]
 HF = "hf:"
 """What a model of transformers is named by."""
 _OF_THE_SOLVER = ("optimizer", "steps", "tol", "batch_size")  # the others are the optimizer's
-_NO_OPTION = (
-    inspect.Parameter.VAR_POSITIONAL,
-    inspect.Parameter.VAR_KEYWORD,
-    inspect.Parameter.POSITIONAL_ONLY,
-)
 
 
-# --- Options of a class or function
+# --- Code of the user's own, named as `module:attribute`
 
 
-def options_of(target: Any) -> dict[str, inspect.Parameter]:
-    """The options that a class or function takes by name."""
-    if isinstance(target, nn.Module):
-        return {}
-    return {
-        name: parameter
-        for name, parameter in inspect.signature(target).parameters.items()
-        if parameter.kind not in _NO_OPTION and name not in ("self", "params", "options")
-    }
+def named(text: str, flag: str, *, makes: str) -> tuple[str, dict[str, str], Any]:
+    """Name, raw options and what is imported of `module:attribute:options`."""
+    own = own_code(text)
+    assert own is not None, text
+    module, attribute, options = own
+    found = import_own(module, attribute, flag, makes=makes)
+    name = f"{module}:{attribute}"
+    return name, split_options(options, f"{flag} {name}"), found
 
 
-def convert(
-    raw: Mapping[str, str],
-    target: Any,
-    flag: str,
-    name: str,
-    *,
-    also: Sequence[str] = (),
-    but: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Raw options as the types that a class or function declares, in the order of its
-    declaration.
-
-    Args:
-        raw: as they were written.
-        target: the class or function.
-        flag, name: what they were written after, for messages.
-        also: what messages list besides.
-        but: what it declares and is no option here.
+def function(text: str, flag: str, *, makes: str) -> tuple[str, dict[str, str], Any]:
+    """The same, where it may be called: a class, an object or a function that is no part of Python
+    itself.
     """
-    declared = [option for option in options_of(target) if option not in but]
-    for key in raw:
-        if key not in declared:
-            choices = [*also, *declared]
-            listed = f"Its options are {', '.join(choices)}." if choices else "It has no options."
-            raise UserError(f"{flag} {name} has no option {key!r}.{near(key, choices)} {listed}")
-    hints = _hints(target)
-    return {
-        key: typed(raw[key], hints.get(key), f"{flag} {name}: {key}")
-        for key in declared
-        if key in raw
-    }
-
-
-def _hints(target: Any) -> dict[str, Any]:
-    function = target.func if isinstance(target, functools.partial) else target
-    if isinstance(function, type):
-        function = function.__init__  # type: ignore[misc]
-    try:
-        return typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):  # a name that only type checkers know
-        return {}
-
-
-def make(flag: str, name: str, target: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a target; what it refuses becomes a `UserError` that names the flag."""
-    needed = [
-        n
-        for n, p in list(inspect.signature(target).parameters.items())[len(args) :]
-        if p.default is inspect.Parameter.empty and p.kind not in _NO_OPTION and n not in options
-    ]
-    if needed:
-        example = ",".join(f"{key}=..." for key in needed)
+    own = named(text, flag, makes=makes)
+    found = own[2]
+    home = str(getattr(inspect.unwrap(found), "__module__", "")).partition(".")[0]
+    if not callable(found) or home in sys.stdlib_module_names:
         raise UserError(
-            f"{flag} {name} needs the option{'s' * (len(needed) > 1)} {', '.join(needed)}. Write"
-            f" {name}:{example}."
+            f"{flag} {own[0]} is {getattr(found, '__qualname__', type(found).__name__)!r} of"
+            f" {home or 'no module'}, which makes no {makes}. Name a function or class of yours."
         )
+    return own
+
+
+def import_own(module: str, attribute: str, flag: str, *, makes: str) -> Any:
+    """What an attribute of a module of the user's own is; `flag` names it and `makes` says what it
+    should be.
+    """
+    where = f"{flag} {module}:{attribute}"
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise UserError(
+            f"{where}: {module} is a module of Python itself and makes no {makes}. Name one of"
+            " yours."
+        )
+    here = os.getcwd()
+    # the installed command does not look in the current folder, `python -m` does
+    if here not in sys.path:
+        sys.path.insert(0, here)
     try:
-        return target(*args, **options)
-    except (TypeError, ValueError, ImportError) as error:
-        raise UserError(f"{flag} {name}: {error}") from error
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"{where}: the module {module!r} cannot be imported ({error})."
+            " Give it as Python would import it from the current folder, e.g. my_nets:Net for"
+            " my_nets.py."
+        ) from error
+    except AttributeError as error:
+        names = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
+        raise UserError(f"{where}: {error}.{near(attribute, names)}") from error
+    return found
 
 
 def _parse(text: str, targets: Mapping[str, Any], what: str) -> Spec:

@@ -24,7 +24,6 @@ from metanudge.tasks import Episodes, Text
 from metanudge.tasks.episodes import Split
 from metanudge.tasks.images import is_picture
 from metanudge.training.config import TrainConfig
-from metanudge.training.curve import learning_curve, save
 from metanudge.training.device import environment
 from metanudge.training.distributed import Group
 from metanudge.training.files import (
@@ -36,7 +35,14 @@ from metanudge.training.files import (
     without_nan,
     write_text,
 )
-from metanudge.training.metrics import describe_learned, inner_rates, read_metrics, stiffness
+from metanudge.training.metrics import (
+    describe_learned,
+    inner_rates,
+    learning_curve,
+    read_metrics,
+    save,
+    stiffness,
+)
 from metanudge.training.runs import CURVE, METRICS, SUMMARY
 from metanudge.training.sources import build_learner
 from metanudge.training.specs import is_made

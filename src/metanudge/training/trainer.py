@@ -40,7 +40,7 @@ from metanudge.training.errors import (
 )
 from metanudge.training.files import RunLock
 from metanudge.training.loop import OutOfMemory, Surroundings, Trainer, load_weights, weights_of
-from metanudge.training.metrics import MetricsLog, Sink, Timing, open_sinks
+from metanudge.training.metrics import MetricsLog
 from metanudge.training.preparation import claim, make_plan, make_trainer, read_data, try_out
 from metanudge.training.progress import (
     ConsoleReporter,
@@ -52,6 +52,7 @@ from metanudge.training.progress import (
 )
 from metanudge.training.room import advice_of_plan
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
+from metanudge.training.sinks import Sink, open_sink
 from metanudge.training.summary import Outcome, compared, facts, result_table, tested, write_summary
 from metanudge.training.trust import named_code
 from metanudge.version import __version__
@@ -82,10 +83,9 @@ def train(
                 config, source = read_data(config, plan, around, allow_changed_data)
                 trainer = make_trainer(config, plan, source, around)
                 with computing_in(config.precision, source.device):
-                    if source.device.type == "cuda":
-                        share = config.tasks // group.world
-                        if advice := advice_of_plan(trainer.learner, source, share):
-                            around.note(f"Memory may not suffice. {advice}")
+                    share = config.tasks // group.world
+                    if advice := advice_of_plan(trainer.learner, source, share):
+                        around.note(f"Memory may not suffice. {advice}")
                     products = try_out(trainer.learner, source, config)
                     stop.patience = None
                     folder = group.share(lambda: claim(plan, config, lock))
@@ -127,7 +127,7 @@ class Training:
         )
         self._began = time.monotonic()
         self._log: MetricsLog | None = None
-        self._timing: Timing | None = None
+        self._timing: MetricsLog | None = None
         self._sinks: list[Sink] = []
         if self.group.leads:
             size = state.get("metrics_size", 0)
@@ -136,8 +136,9 @@ class Training:
                 reporter.note(
                     f"{METRICS} is not there any more: it begins anew with step {trainer.step + 1}."
                 )
-            self._timing = Timing(self.folder / TIMING)
-            self._sinks = open_sinks(config.sinks, self.folder, config.to_dict())
+            self._timing = MetricsLog(self.folder / TIMING)
+            settings = config.to_dict()
+            self._sinks = [open_sink(name, self.folder, settings) for name in config.sinks]
 
     def __enter__(self) -> Training:
         return self
@@ -225,7 +226,8 @@ class Training:
         step, memory = self.trainer.step, memory_used(self.device)
         with self._writing():
             self._log.write(values)
-            self._timing.write(step, seconds, memory)
+            timing = {"step": step, "seconds": round(seconds, 6), "memory_bytes": memory}
+            self._timing.write({**timing, "time": round(time.time(), 3)})
             for sink in self._sinks:
                 sink.write(step, values)
         self.reporter.step(step, {**values, "memory": memory})

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from metanudge.cli.errors import finish, prepare
+from metanudge.cli.program import finish, prepare
 from metanudge.training.errors import EXIT_BAD_INPUT, UserError
 from metanudge_lab.bench.config import BenchConfig
 

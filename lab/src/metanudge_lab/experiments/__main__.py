@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from metanudge.cli.errors import finish, prepare
+from metanudge.cli.program import finish, prepare
 from metanudge.training.errors import EXIT_BAD_INPUT, UserError
 
 

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from metanudge.accel.layers import halves, is_per_example
 
-NORM_OF: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
-POOL_OF: dict[type, type] = {nn.Conv1d: nn.MaxPool1d, nn.Conv2d: nn.MaxPool2d}
+KINDS = (
+    (nn.Conv1d, nn.BatchNorm1d, nn.ReLU, nn.MaxPool1d),
+    (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d),
+)
 Tail = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
 """Outputs of a convolution `(examples, channels, height, width)`, scale and shift of the
 normalisation, its ε → pooled outputs.
@@ -156,35 +158,19 @@ def match(layers: Sequence[nn.Module]) -> Match | None:
 
 
 def _block(layers: Sequence[nn.Module]) -> Block | None:
-    if len(layers) < 4:
+    if tuple(map(type, layers)) not in KINDS:
         return None
-    conv, norm, relu, pool = layers
-    kind = type(conv)
-    if not isinstance(conv, (nn.Conv1d, nn.Conv2d)) or kind not in NORM_OF:
-        return None
-    if (
-        not isinstance(norm, (nn.BatchNorm1d, nn.BatchNorm2d))
-        or type(norm) is not NORM_OF[kind]
-        or type(relu) is not nn.ReLU
-    ):
-        return None
-    if (
-        not isinstance(pool, (nn.MaxPool1d, nn.MaxPool2d))
-        or type(pool) is not POOL_OF[kind]
-        or not halves(pool)
-    ):
-        return None
+    conv, norm, _, pool = layers
+    assert isinstance(conv, nn.Conv1d | nn.Conv2d)
+    assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
+    assert isinstance(pool, nn.MaxPool1d | nn.MaxPool2d)
     plain = (
         conv.groups == 1 and conv.padding_mode == "zeros" and {*conv.stride, *conv.dilation} == {1}
     )
     batch_statistics = norm.training or norm.running_mean is None
     padding = _padding(conv)
-    if (
-        not plain
-        or not batch_statistics
-        or padding is None
-        or norm.num_features != conv.out_channels
-    ):
+    fits = plain and batch_statistics and halves(pool) and norm.num_features == conv.out_channels
+    if not fits or padding is None:
         return None
     return Block(conv, norm, tuple(conv.kernel_size), padding, norm.eps)
 

@@ -20,7 +20,7 @@ from metanudge.training.files import NEW, SEAL, is_real_folder, parse_json, read
 from metanudge.training.files import seal as sealed
 
 VERSION = 1
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "state.json"
 
 
 def damaged(file: Path, problem: str) -> CheckpointError:
@@ -165,6 +165,14 @@ def os_errors_explained(folder: Path) -> Iterator[None]:
 def seal(document: dict[str, Any]) -> bytes:
     """The bytes of a manifest: it vouches for all files, so it must vouch for itself too."""
     return sealed(document, indent=1).encode()
+
+
+def put_in_place(new: Path, folder: Path, *, step: int, files: Mapping[str, Any]) -> None:
+    """Give a checkpoint whose files are written its manifest, and then, durably, its name."""
+    write_file(new / MANIFEST, [seal({"version": VERSION, "step": int(step), "files": files})])
+    sync_folder(new)
+    disk.rename(new, folder)
+    sync_folder(folder.parent)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

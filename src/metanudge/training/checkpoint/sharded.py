@@ -24,28 +24,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from metanudge.learner import MetaLearner
-from metanudge.names import some
 from metanudge.spread import at_rest
 from metanudge.training.checkpoint import files
-from metanudge.training.checkpoint.files import (
-    MANIFEST,
-    VERSION,
-    damaged,
-    ensure_folder,
-    exists,
-    os_errors_explained,
-    read_manifest,
-    read_verified,
-    remove,
-    seal,
-    sync_folder,
-    write_file,
-)
-from metanudge.training.checkpoint.values import pack, unpack
+from metanudge.training.checkpoint.values import differences, pack, unpack
 from metanudge.training.errors import CheckpointError
 from metanudge.training.files import temporary_name
 
-STATE = "state.json"
 EXTRA = "_extra_state"  # as torch names what a module has beside tensors
 
 
@@ -73,20 +57,17 @@ def save_sharded(
     folder = Path(folder)
     tensors, document = _taken_apart(learner, optimizer, dict(state or {}))
     new, leads = _begun(folder)
-    with os_errors_explained(folder):
+    with files.os_errors_explained(folder):
         try:
             with _alone_or_together() as how:
                 state_dict_saver.save(tensors, checkpoint_id=new, **how)
             if leads:
-                written = write_file(new / STATE, [json.dumps(document, allow_nan=False).encode()])
-                manifest = {"version": VERSION, "step": int(step), "files": {STATE: written}}
-                write_file(new / MANIFEST, [seal(manifest)])
-                sync_folder(new)
-                files.disk.rename(new, folder)
-                sync_folder(folder.parent)
+                text = json.dumps(document, allow_nan=False).encode()
+                written = files.write_file(new / files.STATE, [text])
+                files.put_in_place(new, folder, step=step, files={files.STATE: written})
         except BaseException:
             if leads:
-                remove(new)
+                files.remove(new)
             raise
     if _several():
         dist.barrier()
@@ -102,8 +83,8 @@ def _begun(folder: Path) -> tuple[Path, bool]:
         try:
             if folder.exists():
                 raise CheckpointError(folder, "exists already", "Give the name of a new folder.")
-            with os_errors_explained(folder):
-                ensure_folder(folder.parent)
+            with files.os_errors_explained(folder):
+                files.ensure_folder(folder.parent)
                 files.disk.mkdir(begun[0])
         except CheckpointError as error:
             begun[1] = error
@@ -125,18 +106,23 @@ def load_sharded(
     Nothing is changed where anything is missing or of another shape.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    if STATE not in manifest["files"] or not exists(folder):
-        raise damaged(folder, "is no checkpoint of save_sharded")
-    document = json.loads(read_verified(folder / STATE, manifest["files"][STATE]))
+    manifest = files.read_manifest(folder)
+    if files.STATE not in manifest["files"] or not files.exists(folder):
+        raise files.damaged(folder, "is no checkpoint of save_sharded")
+    document = json.loads(files.read_verified(folder / files.STATE, manifest["files"][files.STATE]))
     try:
-        known = FileSystemReader(folder).read_metadata().state_dict_metadata
+        known: Mapping[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:
-        raise damaged(folder, f"has no index that can be read ({error!r})") from error
+        raise files.damaged(folder, f"has no index that can be read ({error!r})") from error
     parameters = _parameters(learner)
     targets = {f"learner/{n}": torch.empty_like(t) for n, t in _tensors(learner).items()}
-    wanted = {key for key in known if key.startswith("learner/")}
-    _compare(folder, targets, known, wanted)
+    saved = {key: about.size for key, about in known.items() if key.startswith("learner/")}
+    if detail := differences({key: t.shape for key, t in targets.items()}, saved):
+        raise CheckpointError(
+            folder,
+            f"is of another learner ({detail})",
+            "Make model and learner as they were when it was saved.",
+        )
     for key, about in known.items():
         assert isinstance(about, TensorStorageMetadata)
         if key.startswith("state/") or (optimizer is not None and key.startswith("optimizer/")):
@@ -150,7 +136,7 @@ def load_sharded(
         with _alone_or_together() as how:
             state_dict_loader.load(targets, checkpoint_id=folder, **how)
     except Exception as error:
-        raise damaged(folder, f"cannot be read ({error})") from error
+        raise files.damaged(folder, f"cannot be read ({error})") from error
     packed = {n.removeprefix("state/"): t for n, t in targets.items() if n.startswith("state/")}
     own: dict[str, Any] = unpack(packed, document)
     if optimizer is not None:
@@ -210,27 +196,6 @@ def _put_back(
             optimizer.state[parameters[name]][entry] = value
     for group, saved in zip(optimizer.param_groups, own["groups"], strict=True):
         group.update({option: saved[option] for option in saved if option != "params"})
-
-
-def _compare(
-    folder: Path, own: Mapping[str, Tensor], saved: Mapping[str, Any], wanted: set[str]
-) -> None:
-    differences = {
-        "not in the checkpoint": sorted(own.keys() - wanted),
-        "only in the checkpoint": sorted(wanted - own.keys()),
-        "of another shape": [
-            f"{name} {tuple(saved[name].size)} → {tuple(own[name].shape)}"
-            for name in own
-            if name in wanted and saved[name].size != own[name].shape
-        ],
-    }
-    detail = "; ".join(f"{what}: {some(names, 3)}" for what, names in differences.items() if names)
-    if detail:
-        raise CheckpointError(
-            folder,
-            f"is of another learner ({detail})",
-            "Make model and learner as they were when it was saved.",
-        )
 
 
 def _parameters(learner: MetaLearner) -> dict[str, nn.Parameter]:

@@ -25,21 +25,6 @@ from typing import Any
 from torch import Tensor
 
 from metanudge.training.checkpoint import files
-from metanudge.training.checkpoint.files import (
-    MANIFEST,
-    VERSION,
-    check_names,
-    children,
-    damaged,
-    ensure_folder,
-    os_errors_explained,
-    read_manifest,
-    read_verified,
-    remove,
-    seal,
-    sync_folder,
-    write_file,
-)
 from metanudge.training.checkpoint.values import (
     check_tensor,
     check_text,
@@ -50,8 +35,6 @@ from metanudge.training.checkpoint.values import (
 )
 from metanudge.training.errors import CheckpointError
 from metanudge.training.files import temporary_name
-
-STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -107,25 +90,20 @@ def save(
     contents: dict[str, Iterable[bytes | memoryview]] = {
         f"{group}.safetensors": encode_tensors(groups[group]) for group in groups
     }
-    contents[STATE] = [json.dumps(document, allow_nan=False).encode()]
+    contents[files.STATE] = [json.dumps(document, allow_nan=False).encode()]
     new = temporary_name(folder)
-    with os_errors_explained(folder):
+    with files.os_errors_explained(folder):
         if folder.exists():
             raise FileExistsError(errno.EEXIST, "the folder exists already", str(folder))
-        ensure_folder(folder.parent)
+        files.ensure_folder(folder.parent)
         try:
             files.disk.mkdir(new)
-            written = {name: write_file(new / name, chunks) for name, chunks in contents.items()}
-            write_file(
-                new / MANIFEST, [seal({"version": VERSION, "step": int(step), "files": written})]
-            )
-            sync_folder(new)
-            files.disk.rename(new, folder)
+            written = {name: files.write_file(new / name, part) for name, part in contents.items()}
+            files.put_in_place(new, folder, step=step, files=written)
         except OSError:
             with suppress(OSError):
-                remove(new)
+                files.remove(new)
             raise
-        sync_folder(folder.parent)
 
 
 def load(folder: str | os.PathLike[str]) -> Checkpoint:
@@ -133,26 +111,27 @@ def load(folder: str | os.PathLike[str]) -> Checkpoint:
     returned.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    check_names(folder, manifest["files"])
+    manifest = files.read_manifest(folder)
+    files.check_names(folder, manifest["files"])
     groups: dict[str, dict[str, Tensor]] = {}
     document: Any = None
     for name, expected in manifest["files"].items():
-        data = read_verified(folder / name, expected)
+        data = files.read_verified(folder / name, expected)
         try:
-            if name == STATE:
+            if name == files.STATE:
                 document = json.loads(data)
             else:
                 groups[name.removesuffix(".safetensors")] = decode_tensors(data)
         except Exception as error:
             # The checksums are right, so somebody wrote it this way; whatever goes wrong, it is no
             # file of ours.
-            raise damaged(folder / name, f"cannot be parsed ({error})") from error
+            raise files.damaged(folder / name, f"cannot be parsed ({error})") from error
     packed = groups.pop("state", {})
     try:
         state: dict[str, Any] = {**unpack(packed, document)}
     except Exception as error:
-        raise damaged(folder / STATE, f"does not describe a state ({error!r})") from error
+        problem = f"does not describe a state ({error!r})"
+        raise files.damaged(folder / files.STATE, problem) from error
     return Checkpoint(folder, manifest["step"], groups, state)
 
 
@@ -273,7 +252,8 @@ class CheckpointStore:
             try:
                 checkpoint = load(entry.folder)
                 if checkpoint.step != entry.step:
-                    raise damaged(entry.folder, f"holds step {checkpoint.step}: it was renamed")
+                    problem = f"holds step {checkpoint.step}: it was renamed"
+                    raise files.damaged(entry.folder, problem)
                 return checkpoint
             except CheckpointError as error:
                 if not os.path.lexists(entry.folder):
@@ -286,7 +266,7 @@ class CheckpointStore:
     def list(self) -> tuple[Entry, ...]:
         """All checkpoints, oldest save first; names only, nothing is read or verified."""
         entries = []
-        for folder in children(self.root):
+        for folder in files.children(self.root):
             if match := _NAME.fullmatch(folder.name):
                 entries.append(
                     Entry(
@@ -335,7 +315,7 @@ class CheckpointStore:
                 # checkpoint.
                 files.disk.rename(entry.folder, temporary_name(entry.folder, "old"))
             if unwanted:
-                sync_folder(self.root)
+                files.sync_folder(self.root)
         except OSError as error:
             _warn_left_behind(self.root, error)
             return
@@ -343,10 +323,10 @@ class CheckpointStore:
 
     def _remove_leftovers(self) -> None:
         """Remove what crashed saves began to write and what earlier saves began to remove."""
-        for path in children(self.root):
+        for path in files.children(self.root):
             if _LEFTOVER.fullmatch(path.name):
                 try:
-                    remove(path)
+                    files.remove(path)
                 except OSError as error:
                     _warn_left_behind(path, error)
 

@@ -15,13 +15,15 @@ import math
 import random
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from metanudge.names import some
 
 # The dtypes a checkpoint can hold, by their names in a safetensors file.
 DTYPES = {
@@ -217,6 +219,22 @@ def _layout(tensor: Tensor) -> list[int] | None:
 
 
 # Tensors
+
+
+def differences(own: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> str:
+    """How the tensors of a model and of a checkpoint differ in name and shape, in words; empty
+    where they do not.
+    """
+    found = {
+        "not in the checkpoint": sorted(own.keys() - saved.keys()),
+        "only in the checkpoint": sorted(saved.keys() - own.keys()),
+        "of another shape": [
+            f"{name} {tuple(saved[name])} → {tuple(own[name])}"
+            for name in own
+            if name in saved and saved[name] != own[name]
+        ],
+    }
+    return "; ".join(f"{what}: {some(names, 3)}" for what, names in found.items() if names)
 
 
 def check_tensor(tensor: Tensor, where: str) -> None:

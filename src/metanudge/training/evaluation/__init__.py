@@ -14,37 +14,14 @@ Cost per task: one solve per entry of `steps`, and per entry one forward pass of
 (three passes with BatchNorm).
 """
 
-from metanudge.training.evaluation.measure import (
-    Progress,
-    default_steps,
-    episode_classes,
-    evaluate_run,
-    evaluate_tasks,
-)
+from metanudge.training.evaluation.measure import Progress, evaluate_run, evaluate_tasks
 from metanudge.training.evaluation.mistakes import eval_file, write_report
-from metanudge.training.evaluation.predict import SupportStatistics, with_support_statistics
-from metanudge.training.evaluation.report import (
-    BatchNormProtocol,
-    ClassAccuracy,
-    EvaluationReport,
-    Mistake,
-    StepResult,
-    TakenFor,
-    plot_steps,
-    steps_figure,
-)
+from metanudge.training.evaluation.predict import with_support_statistics
+from metanudge.training.evaluation.report import EvaluationReport, plot_steps, steps_figure
 
 __all__ = [
-    "BatchNormProtocol",
-    "ClassAccuracy",
     "EvaluationReport",
-    "Mistake",
     "Progress",
-    "StepResult",
-    "SupportStatistics",
-    "TakenFor",
-    "default_steps",
-    "episode_classes",
     "eval_file",
     "evaluate_run",
     "evaluate_tasks",

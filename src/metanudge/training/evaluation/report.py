@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from metanudge.baselines import Comparison
-from metanudge.training.curve import AFTER, BEFORE, VALIDATION, baseline_levels, new_figure, save
 from metanudge.training.files import without_nan
+from metanudge.training.metrics import AFTER, BEFORE, VALIDATION, baseline_levels, new_figure, save
 
 BatchNormProtocol = Literal["transductive", "inductive"]
 

@@ -13,21 +13,11 @@ statistics of the support set, so what is said about a file does not depend on t
 
 from metanudge.training.use.adaptation import adapt
 from metanudge.training.use.classifier import Classifier, Prediction, write_predictions
-from metanudge.training.use.export import PROGRAM, WEIGHTS
-from metanudge.training.use.files import (
-    DESCRIPTION,
-    check_new_file,
-    check_new_folder,
-    new_file,
-    new_folder,
-)
+from metanudge.training.use.files import check_new_file, check_new_folder, new_file
 from metanudge.training.use.preprocessing import Preprocessing
 from metanudge.training.use.regressor import Estimate, Regressor, write_estimates
 
 __all__ = [
-    "DESCRIPTION",
-    "PROGRAM",
-    "WEIGHTS",
     "Classifier",
     "Estimate",
     "Prediction",
@@ -37,7 +27,6 @@ __all__ = [
     "check_new_file",
     "check_new_folder",
     "new_file",
-    "new_folder",
     "write_estimates",
     "write_predictions",
 ]

@@ -14,7 +14,7 @@ from metanudge.names import some
 from metanudge.task import Batch, map_tensors
 from metanudge.tasks.read_csv import as_number, read_columns
 from metanudge.training import runs
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, refused
 from metanudge.training.evaluation import with_support_statistics
 from metanudge.training.runs import Run
 from metanudge.training.use.classifier import Classifier
@@ -121,14 +121,11 @@ def _adapted(
     """
     prototypes = run.config.head == "prototypes"
     known = (inputs, targets) if prototypes else inputs
-    try:
-        with run.precision():
-            adapted = run.learner.adapt((known, targets), steps=steps)
-            model = with_support_statistics(adapted, known)
-            if isinstance(model, Prototypes):
-                model = model.fixed(inputs, targets, model.most)
-    except NonFiniteError as error:
-        raise UserError(f"--support {support}: {error}") from error
+    with refused(f"--support {support}: ", NonFiniteError), run.precision():
+        adapted = run.learner.adapt((known, targets), steps=steps)
+        model = with_support_statistics(adapted, known)
+        if isinstance(model, Prototypes):
+            model = model.fixed(inputs, targets, model.most)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 
 from metanudge.objective import Objective
 from metanudge.task import Batch, map_tensors, tensors
-from metanudge.training.errors import UserError
 from metanudge.training.use.examples import examples_to_label, explained
-from metanudge.training.use.export import export_model
+from metanudge.training.use.export import Adapted, write_table
 from metanudge.training.use.preprocessing import Preprocessing
 
 FILES_AT_ONCE = 256
@@ -44,7 +42,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Classifier:
+class Classifier(Adapted):
     """A model adapted to the classes of a support set; made by `adapt`.
 
     Attributes:
@@ -93,36 +91,14 @@ class Classifier:
                         file, self.classes[best], float(row[best]), tuple(row.tolist()), truth
                     )
 
-    def export(
-        self, folder: str | os.PathLike[str], *, program: bool = True, overwrite: bool = False
-    ) -> Path:
-        """Write the adapted model to a new folder; what was written is read again and checked
-        before it gets its name.
-
-        - `model.safetensors`: the state_dict.
-        - `model.json`: class names, preprocessing, and what made it.
-        - `program.pt2`: a `torch.export` program (any batch size), which runs without metanudge and
-          without the model's code. Its logits equal the model's to 1e-5.
-
-        Args:
-            folder: where to; must not exist.
-            program: write the program; turn this off for models that `torch.export` cannot trace.
-            overwrite: replace an exported model that is there already.
-        """
-        if program and self.preprocessing.has_tokens:
-            raise UserError(
-                "A torch.export program takes numbers, and this model reads tokens with their mask."
-                " Export without it: --no-program, or export(..., program=False)."
-            )
-        about = {
+    @property
+    def about(self) -> dict[str, Any]:
+        """Its classes and support examples."""
+        return {
             "classes": list(self.classes),
             "support_examples": dict(zip(self.classes, self.counts, strict=True)),
             "outputs": "logits, one per class in this order; softmax gives probabilities",
-            "preprocessing": asdict(self.preprocessing),
         }
-        return export_model(
-            self.model, folder, self.support, about, program=program, overwrite=overwrite
-        )
 
 
 def write_predictions(
@@ -131,12 +107,10 @@ def write_predictions(
     """Write predictions as CSV: file, label, probability, and one column of probabilities per
     class. Returns what was written.
     """
-    fixed = ("file", "label", "probability")
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*fixed, *(f"class {name}" if name in fixed else name for name in classes)])
-    written = []
-    for found in predictions:
+
+    def cells(found: Prediction) -> list[str]:
         numbers = (found.probability, *found.probabilities)
-        writer.writerow([found.file, found.label, *(f"{number:.6f}" for number in numbers)])
-        written.append(found)
-    return written
+        return [found.file, found.label, *(f"{number:.6f}" for number in numbers)]
+
+    fixed = ("file", "label", "probability")
+    return write_table(file, fixed, "class", classes, predictions, cells)

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metanudge.tasks.read_csv import Table, read_csv
+from metanudge.tasks.read_csv import Columns, read_csv
 from metanudge.tasks.read_folder import examples_among, is_visible, read_file, read_folder
 from metanudge.tasks.read_texts import TEXT_FILES, Texts, read_texts
-from metanudge.training.errors import UserError
+from metanudge.training.errors import UserError, refused
 from metanudge.training.own_data import TABLES
 from metanudge.training.use.preprocessing import Preprocessing
 
@@ -25,7 +25,7 @@ def read_support(path: Path, how: Preprocessing) -> tuple[Tensor, list[str], Pre
         return how.form.raw(texts.texts), texts.labels, how
     if _is_table(path):
         table, values = _read_table(path, how)
-        return values, table.labels, replace(how, columns=table.columns)
+        return values, table.text[how.label], replace(how, columns=table.names)
     if not path.is_dir():
         raise UserError(
             f"--support {path} is neither a folder nor a .csv table. Give a folder with one"
@@ -43,12 +43,11 @@ def examples_to_label(
     """Name, true class if known, and raw tensor of every example."""
     if how.form is not None:
         texts = _texts(path, how, "--predict", labelled=False)
-        raw = how.form.raw(texts.texts)
-        for number, (row, label) in enumerate(zip(raw, texts.labels, strict=True), start=1):
-            yield f"{path.name}:{number}", label if label in classes else None, row
+        yield from _numbered(path, how.form.raw(texts.texts), texts.labels, classes)
         return
     if _is_table(path):
-        yield from _rows(path, how, classes)
+        table, values = _read_table(path, how, labelled=False)
+        yield from _numbered(path, values, table.text[how.label], classes)
         return
     if not path.exists():
         raise UserError(
@@ -83,7 +82,7 @@ def _is_table(path: Path) -> bool:
     return path.suffix.lower() in TABLES and path.is_file()
 
 
-def _read_table(path: Path, how: Preprocessing, *, labelled: bool = True) -> tuple[Table, Tensor]:
+def _read_table(path: Path, how: Preprocessing, *, labelled: bool = True) -> tuple[Columns, Tensor]:
     table = read_csv(
         path, label=how.label, features=how.columns, delimiter=how.delimiter, labelled=labelled
     )
@@ -92,11 +91,10 @@ def _read_table(path: Path, how: Preprocessing, *, labelled: bool = True) -> tup
     return table, values
 
 
-def _rows(
-    path: Path, how: Preprocessing, classes: Sequence[str]
+def _numbered(
+    path: Path, rows: Tensor, labels: Sequence[str], classes: Sequence[str]
 ) -> Iterator[tuple[str, str | None, Tensor]]:
-    table, values = _read_table(path, how, labelled=False)
-    for number, (row, label) in enumerate(zip(values, table.labels, strict=True), start=1):
+    for number, (row, label) in enumerate(zip(rows, labels, strict=True), start=1):
         yield f"{path.name}:{number}", label if label in classes else None, row
 
 
@@ -114,11 +112,10 @@ def explained() -> Iterator[None]:
     """What the readers refuse becomes a `UserError`; their messages name the file and the fix
     already.
     """
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
-        if error.errno is None:
-            raise UserError(str(error)) from error
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}).") from error
+    with refused(""):
+        try:
+            yield
+        except OSError as error:
+            said = error.errno is None
+            why = str(error) if said else f"{error.filename} cannot be read ({error.strerror})."
+            raise UserError(why) from error

@@ -1,12 +1,16 @@
-"""The adapted model on disk: its weights and its program, each read again and checked."""
+"""The adapted model on disk: its weights and its program, each read again and checked; and what it
+says, as a table.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,39 +18,83 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from metanudge.training.errors import UserError
 from metanudge.training.use.files import DESCRIPTION, new_folder, umask
+from metanudge.training.use.preprocessing import Preprocessing
 from metanudge.version import __version__
 
 WEIGHTS, PROGRAM = "model.safetensors", "program.pt2"
 LARGEST_EXPORT_ERROR = 1e-5
+T = TypeVar("T")
 
 
-def export_model(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    support: Any,
-    about: Mapping[str, Any],
-    *,
-    program: bool,
-    overwrite: bool,
-) -> Path:
-    """Write an adapted model, what `about` says of it and its program to a new folder, which gets
-    its name once all was read again and checked; see `Classifier.export`.
-    """
-    with new_folder(Path(folder), overwrite=overwrite, mark=DESCRIPTION) as temporary:
-        save_weights(model, temporary / WEIGHTS)
-        if program:
-            save_program(model, temporary / PROGRAM, inputs=support)
+class Adapted:
+    """A model that was adapted to a support set: inputs in, what it says of each out."""
+
+    model: nn.Module
+    preprocessing: Preprocessing
+    support: Any
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What `model.json` says of its outputs and of the support set."""
+        raise NotImplementedError
+
+    def export(
+        self, folder: str | os.PathLike[str], *, program: bool = True, overwrite: bool = False
+    ) -> Path:
+        """Write the adapted model to a new folder; what was written is read again and checked
+        before it gets its name.
+
+        - `model.safetensors`: the state_dict.
+        - `model.json`: class names (or targets), preprocessing, and what made it.
+        - `program.pt2`: a `torch.export` program (any batch size), which runs without metanudge and
+          without the model's code. Its outputs equal the model's to 1e-5.
+
+        Args:
+            folder: where to; must not exist.
+            program: write the program; turn this off for models that `torch.export` cannot trace.
+            overwrite: replace an exported model that is there already.
+        """
+        if program and self.preprocessing.has_tokens:
+            raise UserError(
+                "A torch.export program takes numbers, and this model reads tokens with their mask."
+                " Export without it: --no-program, or export(..., program=False)."
+            )
         description = {
             "format": "metanudge adapted model 1",
             "metanudge": __version__,
             "torch": torch.__version__,
-            "batch_norm": "statistics of the support set" if has_batch_norm(model) else None,
-            **about,
+            "batch_norm": "statistics of the support set" if has_batch_norm(self.model) else None,
+            **self.about,
+            "preprocessing": asdict(self.preprocessing),
         }
-        (temporary / DESCRIPTION).write_text(
-            json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-    return Path(folder)
+        with new_folder(Path(folder), overwrite=overwrite, mark=DESCRIPTION) as temporary:
+            save_weights(self.model, temporary / WEIGHTS)
+            if program:
+                save_program(self.model, temporary / PROGRAM, inputs=self.support)
+            (temporary / DESCRIPTION).write_text(
+                json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+        return Path(folder)
+
+
+def write_table(
+    file: IO[str],
+    fixed: Sequence[str],
+    what: str,
+    names: Sequence[str],
+    found: Iterable[T],
+    cells: Callable[[T], Iterable[object]],
+) -> list[T]:
+    """Write what was found as CSV, a row each: fixed columns, then one for each name, called `what`
+    as well where a fixed one has its name. Returns what was written.
+    """
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*fixed, *(f"{what} {name}" if name in fixed else name for name in names)])
+    written = []
+    for one in found:
+        writer.writerow(cells(one))
+        written.append(one)
+    return written
 
 
 def save_weights(model: nn.Module, file: Path) -> None:

@@ -25,17 +25,11 @@ def new_file(path: Path, *, overwrite: bool, flag: str) -> Iterator[IO[str]]:
     not.
     """
     check_new_file(path, overwrite=overwrite, flag=flag)
-    try:
-        with replacing(path) as stream:
-            # A file name that is not valid Unicode is written back byte by byte as it is.
-            file = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
-            yield file
-            file.detach()
-    except OSError as error:
-        raise UserError(
-            f"{flag} {path} cannot be written ({error.strerror}). Free some space or choose another"
-            " place."
-        ) from error
+    with _explained(f"{flag} {path}"), replacing(path) as stream:
+        # A file name that is not valid Unicode is written back byte by byte as it is.
+        file = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
+        yield file
+        file.detach()
 
 
 def check_new_file(path: Path, *, overwrite: bool, flag: str) -> None:
@@ -48,11 +42,7 @@ def check_new_file(path: Path, *, overwrite: bool, flag: str) -> None:
         raise UserError(
             f"{flag} {path} exists already. Choose another name, or replace it with --overwrite."
         )
-    if not path.parent.is_dir():
-        raise UserError(
-            f"{flag} {path}: there is no folder {path.parent}. Create it first, or choose another"
-            " place."
-        )
+    _check_place(path, flag)
 
 
 @contextmanager
@@ -61,25 +51,16 @@ def new_folder(path: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
     the sign that we made it.
     """
     check_new_folder(path, overwrite=overwrite, mark=mark)
-    try:
+    with _explained(f"--export {path}"):
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
-    except OSError as error:
-        raise UserError(
-            f"--export {path} cannot be written ({error.strerror}). Choose another place."
-        ) from error
-    try:
-        yield temporary
-        os.chmod(temporary, 0o777 & ~umask())
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(
-            f"--export {path} cannot be written ({error.strerror}). Free some space or choose"
-            " another place."
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            yield temporary
+            os.chmod(temporary, 0o777 & ~umask())
+            if path.exists():
+                shutil.rmtree(path)
+            os.replace(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_new_folder(path: Path, *, overwrite: bool, mark: str = DESCRIPTION) -> None:
@@ -89,11 +70,25 @@ def check_new_folder(path: Path, *, overwrite: bool, mark: str = DESCRIPTION) ->
         if (path / mark).is_file():
             how = "or replace it with --overwrite"
         raise UserError(f"--export {path} exists already. Choose another name; {how}.")
+    _check_place(path, "--export")
+
+
+def _check_place(path: Path, flag: str) -> None:
     if not path.parent.is_dir():
         raise UserError(
-            f"--export {path}: there is no folder {path.parent}. Create it first, or choose another"
+            f"{flag} {path}: there is no folder {path.parent}. Create it first, or choose another"
             " place."
         )
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{what} cannot be written ({error.strerror}). Free some space or choose another place."
+        ) from error
 
 
 def umask() -> int:

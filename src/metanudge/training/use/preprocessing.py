@@ -18,8 +18,7 @@ from metanudge.tasks.text import TextForm
 from metanudge.training.errors import UserError
 from metanudge.training.own_data import TABLES
 from metanudge.training.runs import Run
-from metanudge.training.spec_language import split_options
-from metanudge.training.specs import convert
+from metanudge.training.spec_language import convert, split_options
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from metanudge.tasks.read_csv import as_number, read_columns
 from metanudge.tasks.standardise import Standardisation
 from metanudge.training.use.examples import explained
-from metanudge.training.use.export import export_model
+from metanudge.training.use.export import Adapted, write_table
 from metanudge.training.use.preprocessing import Preprocessing
 
 
@@ -40,11 +39,9 @@ class InUnits(nn.Module):
     def __init__(self, model: nn.Module, scale: Standardisation | None, like: Tensor) -> None:
         super().__init__()
         self.model = model
-        outputs = 1 if scale is None else len(scale.mean)
-        mean, size = ([0.0] * outputs, [1.0] * outputs) if scale is None else (
-            list(scale.mean), list(scale.scale))  # fmt: skip
-        self.register_buffer("mean", torch.tensor(mean, dtype=like.dtype, device=like.device))
-        self.register_buffer("scale", torch.tensor(size, dtype=like.dtype, device=like.device))
+        scale = Standardisation((0.0,), (1.0,)) if scale is None else scale
+        self.register_buffer("mean", like.new_tensor(scale.mean))
+        self.register_buffer("scale", like.new_tensor(scale.scale))
 
     def forward(self, x: Tensor) -> Tensor:
         """Predictions `(n, targets)`."""
@@ -53,7 +50,7 @@ class InUnits(nn.Module):
 
 
 @dataclass(frozen=True)
-class Regressor:
+class Regressor(Adapted):
     """A model adapted to the rows of a support set; made by `adapt`.
 
     Attributes:
@@ -88,31 +85,22 @@ class Regressor:
             for number, (values, truth) in enumerate(zip(found, known, strict=True), start=1)
         ]
 
-    def export(
-        self, folder: str | os.PathLike[str], *, program: bool = True, overwrite: bool = False
-    ) -> Path:
-        """Write the adapted model to a new folder; see `Classifier.export`. Its outputs are the
-        targets in their units.
-        """
-        about = {
+    @property
+    def about(self) -> dict[str, Any]:
+        """Its targets and support examples."""
+        return {
             "targets": list(self.targets),
             "support_examples": len(self.support),
             "outputs": "one per target in this order, in the target's units",
-            "preprocessing": asdict(self.preprocessing),
         }
-        return export_model(
-            self.model, folder, self.support, about, program=program, overwrite=overwrite
-        )
 
 
 def write_estimates(
     file: IO[str], targets: tuple[str, ...], estimates: Iterable[Estimate]
 ) -> list[Estimate]:
     """Write predictions as CSV: row, and one column per target. Returns what was written."""
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["row", *(f"target {name}" if name == "row" else name for name in targets)])
-    written = []
-    for found in estimates:
-        writer.writerow([found.row, *(f"{value:.9g}" for value in found.values)])
-        written.append(found)
-    return written
+
+    def cells(found: Estimate) -> list[str]:
+        return [found.row, *(f"{value:.9g}" for value in found.values)]
+
+    return write_table(file, ("row",), "target", targets, estimates, cells)
