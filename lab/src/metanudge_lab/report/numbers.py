@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from metanudge_lab.experiments import (
-    bias_rates,
     inner_noise,
     memory,
     memory_cnn,
@@ -29,6 +28,7 @@ from metanudge_lab.experiments.mnist1d_verdict import (
 from metanudge_lab.experiments.nu_sensitivity_rows import QUADRATIC, best_of, errors_at
 from metanudge_lab.experiments.omniglot_rows import PUBLISHED, lengths, longest
 from metanudge_lab.experiments.omniglot_runs import FIVE_WAY
+from metanudge_lab.experiments.power_laws import laws
 from metanudge_lab.experiments.spread import short
 from metanudge_lab.report.entries import Entry
 
@@ -98,7 +98,7 @@ def _from_to(key: str, result: Result[Any]) -> str:
 
 
 def _order(stencil: str, result: Result[Any]) -> str:
-    found = bias_rates.laws(result, "delta").items()
+    found = laws(result, "delta").items()
     slopes = [one.slope for (_, nudge, what), one in found if (nudge, what) == ("loss", stencil)]
     return f"{min(slopes):.2f} to {max(slopes):.2f}"
 
