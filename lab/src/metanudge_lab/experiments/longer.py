@@ -85,7 +85,7 @@ EXPERIMENT = Experiment(
         " method chooses its inner rate for every way to train from the same grid, by validation"
         " accuracy after a short training with a seed of its own, adapting with as many steps as"
         " in training (random K: with 8). On MNIST-1D all was measured anew with smaller inner"
-        " rates, and without the largest, after every search had taken the smallest of three."
+        " rates beside, after every search had taken the smallest of three."
         " Test tasks adapt step by step with the inner rate of training, and with a quarter of it."
         " The residual is that of the inner problem with its proximal term, L̂ the largest"
         " curvature of the support loss at φ by power iteration, on a few tasks; both are medians"
