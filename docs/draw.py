@@ -16,7 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import measured
 
 PAPER = {"light": ("#ffffff", "#24292f", "#0d7a70"), "dark": ("#131416", "#cfd0d0", "#4fd1c5")}
-OTHERS = {"light": ("#b4491c", "#5b4fb5"), "dark": ("#f0a070", "#b5aef5")}
+OTHERS = {
+    "light": ("#b4491c", "#5b4fb5", "#7a6a00"),
+    "dark": ("#f0a070", "#b5aef5", "#d9c95c"),
+}
 ESTIMATORS = {
     "fobmaml": ("FO-B-MAML", "FOBMAML()"),
     "fobmaml-gradient": ("FO-B-MAML gradient nudge", 'nudge="gradient"'),
@@ -81,7 +84,7 @@ def _estimators(axes: Any, *colours: str) -> None:
 
 def _stiffness(axes: Any) -> None:
     config = measured.rows("lambda-networks")["config"]
-    for lr, mark in zip(config["rates"], "os^", strict=True):
+    for lr, mark in zip(config["rates"], "os^D", strict=False):
         found = [accuracy(lam, lr) for lam in config["lams"]]
         axes.semilogx(config["lams"], found, mark + "-", label=f"lr {lr}")
     axes.set(xlabel="λ", ylabel="accuracy on MNIST-1D, %")

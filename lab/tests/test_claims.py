@@ -12,6 +12,7 @@ from metanudge_lab.claims import CLAIMS, Claim
 from metanudge_lab.experiments import available, load
 from metanudge_lab.experiments.base import Statement, Verdict
 from metanudge_lab.experiments.store import find
+from metanudge_lab.report.numbers import NUMBERS
 
 ROOT = Path(__file__).parents[2]
 PAPERS = [folder / "shared" / "paper" / "fo-b-maml.tex" for folder in ROOT.parents]
@@ -109,6 +110,27 @@ def test_the_statements_that_answer_exist(name: str) -> None:
     parts = {part.name for part in experiment.judge(results[0]).parts}
     wanted = [one.partition(": ") for claim in CLAIMS for one in claim.by]
     assert {part for one, _, part in wanted if one == name and part} <= parts
+
+
+def test_numbers_are_the_papers_and_ours_come_from_the_rows() -> None:
+    paper = next((file for file in PAPERS if file.is_file()), None)
+    if paper is not None:
+        text = paper.read_text(encoding="utf-8")
+        for one in NUMBERS:
+            if one.where == "Table 2":
+                mean, _, ci = one.theirs.removesuffix(" %").partition(" ± ")
+                padded = {f"{value} \\pm {ci}" for value in (mean, f"{float(mean):.2f}")}
+                assert any(number in text for number in padded), one.theirs
+    results = {name: find(load(name), ROOT / "results")[0] for name in {o.by for o in NUMBERS}}
+    told = {(one.where, one.what): one.ours(results[one.by]) for one in NUMBERS}
+    assert len(told) == len(NUMBERS)
+    for place, text in told.items():
+        assert re.search(r"\d", text), place
+    last = max(results["mnist1d"].config.at)
+    ends = results["mnist1d"].values("accuracy", kind="curve", method="FO-B-MAML", iteration=last)
+    assert told["§ 6.2", "accuracy on MNIST-1D in the end"].startswith(
+        f"{sum(ends) / len(ends):.3f} ±"
+    )
 
 
 def test_the_state_is_that_of_the_statements() -> None:

@@ -78,18 +78,23 @@ def test_the_verdict_on_the_defaults_follows_the_rows() -> None:
     assert ablation.judge(ablation_result({other: 0.904})).status == "reproduced", (
         "within the noise"
     )
-    verdict = ablation.judge(ablation_result({other: 0.95}))
+    verdict = ablation.judge(ablation_result({other: 0.95}, {other: 0.9}))
     assert verdict.status == "partly"
-    assert f"start = {other.start} (+0.050 on MNIST-1D)" in verdict.reason
+    assert (
+        f"start = {other.start} (+0.050 on MNIST-1D, +0.100 on MNIST-1D, 16 steps)"
+        in verdict.reason
+    )
+    assert ablation.judge(ablation_result({other: 0.95})).status == "reproduced", (
+        "no better with 16"
+    )
     assert ablation.judge(ablation_result({other: 0.95}, {other: 0.7})).status == "reproduced", (
         "better with 5 steps, worse with 16"
     )
-    assert (
-        f"start = {other.start} (+0.100 on MNIST-1D, 16 steps)"
-        in ablation.judge(ablation_result({}, {other: 0.9})).reason
-    )
-    assert ablation.judge(ablation_result({default: 0.5})).status == "not"
-    failing = ablation_result({other: 0.95})
+    assert ablation.judge(ablation_result({default: 0.5}, {default: 0.5})).status == "not"
+    failed = ablation.judge(ablation_result({default: 0.0}, {default: 0.0}))
+    assert failed.status == "partly"
+    assert failed.parts[-1].holds is False, "the defaults fail: that is said, no mean is compared"
+    failing = ablation_result({other: 0.95}, {other: 0.9})
     next(
         one for one in failing.measured if one.cell == {"part": "mnist1d", **other.keys, "seed": 0}
     ).rows[0]["accuracy_more"] = 0.0
@@ -100,13 +105,13 @@ def test_the_verdict_on_the_defaults_follows_the_rows() -> None:
 
 def test_estimators_that_nudge_nothing_are_compared_at_equal_steps_and_at_equal_cost() -> None:
     other = Other("MAML by differences")
-    steps = ablation.judge(ablation_result({other: 0.95}))
+    steps = ablation.judge(ablation_result({other: 0.95}, {other: 0.9}))
     assert steps.status == "partly"
-    assert "estimator = MAML by differences (+0.050 on MNIST-1D)" in steps.reason
+    assert "estimator = MAML by differences (+0.050 on MNIST-1D, " in steps.reason
     assert "at equal cost = " not in steps.reason, "it costs more than it brings"
-    cost = ablation.judge(ablation_result({}, at_equal_cost={other: 0.95}))
+    cost = ablation.judge(ablation_result({}, {other: 0.9}, at_equal_cost={other: 0.95}))
     assert (
-        "estimator at equal cost = MAML by differences (+0.050 on MNIST-1D, equal cost)"
+        "estimator at equal cost = MAML by differences (+0.050 on MNIST-1D, equal cost, "
         in cost.reason
     )
     cells = ablation.cells(ablation.Config())

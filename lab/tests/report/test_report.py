@@ -91,6 +91,8 @@ def test_everything_about_a_result_is_on_the_page(tmp_path: Path) -> None:
         "metanudge reproduce joy",
         "not run yet",
         "prefers-color-scheme: dark",
+        "The paper&#39;s numbers, and ours",
+        "99.24 ± 0.29 %",
     ):
         assert needed in text, needed
     assert text.count("<svg") == 2
@@ -173,6 +175,7 @@ def test_markdown_has_tables_figures_and_provenance(tmp_path: Path) -> None:
     assert "![y against x](figures/toy.png)" in text
     assert "| 2.0 | 2 times 2 |" in text
     assert "Not run yet: `metanudge reproduce joy`." in text
+    assert "| 99.24 ± 0.29 % | not measured yet | omniglot |" in text
     assert "Measured on:" in text
 
 

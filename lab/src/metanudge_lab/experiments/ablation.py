@@ -16,7 +16,7 @@ from metanudge_lab.device_memory import release
 from metanudge_lab.experiments import ablation_figures, fewshot
 from metanudge_lab.experiments import ablation_runs as runs
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.ablation_verdict import NOISE, judge
+from metanudge_lab.experiments.ablation_verdict import NOISE, compare, judge
 from metanudge_lab.experiments.base import (
     Cell,
     Drawing,
@@ -262,6 +262,9 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
+    compare=compare,
+    labels=("nudge", "start", "stencil", "nu", "method"),
+    unit=("part", "seed"),
     remember=runs.remember,
     notes=(
         "Errors: the network and tasks of the MNIST-1D experiment in float64, untrained and after"
@@ -275,8 +278,9 @@ EXPERIMENT = Experiment(
         " from 10 points (inner rate 0.01, and 0.05, with which inner steps overshoot) the share"
         " of the variance that it explains, 0 where training ended in NaN. An alternative counts"
         " as better or worse where it is so by more than both 95 % intervals together (at least"
-        f" {NOISE:g}), as worse also where it fails on a seed; stencils and the start at the"
-        " solution, which were trained with the paper's ν only, are compared there. Equal cost:"
+        f" {NOISE:g}): as better on a data set with both numbers of steps, as worse with either,"
+        " and as worse also where it fails on a seed; stencils and the start at the solution,"
+        " which were trained with the paper's ν only, are compared there. Equal cost:"
         " meta-steps in inverse proportion to the gradients that one takes for each task, a Hessian"
         f" product as {fewshot.PRODUCT}, such that all spend what the default does. Variants are"
         " trained with the default's learning rates, which may favour it. At rates of its own an"

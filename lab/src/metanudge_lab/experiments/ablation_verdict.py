@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from metanudge_lab.experiments.base import Result, Verdict
+from metanudge_lab.experiments.base import Result, Statement, Verdict, state_of
 from metanudge_lab.experiments.network_errors import TARGETS
 from metanudge_lab.experiments.variants import (
     AT_EQUAL_COST,
     AT_OWN_RATES,
+    DATA,
     OTHERS,
     POINTS,
     Choice,
@@ -35,13 +37,16 @@ def judge(result: Result[Any]) -> Verdict:
     """For each choice, all else as by default: is there one that is better somewhere and worse
     nowhere?
     """
-    default = Variant.default()
-    options = result.config.options
-    found = {key: _best(result, default, key, values) for key, values in options.items()}
-    for view, name in VIEWS.items():
-        if compared(result, view):
-            found[name] = _best_other(result, default, view)
-    beaten = {key: one for key, one in found.items() if one is not None}
+    default, found = Variant.default(), beaten_by(result)
+    parts = tuple(
+        Statement(one is None, f"no other {key} is better", f"{key} = {one and one[0]} is", key)
+        for key, one in found.items()
+    )
+    failed = [DATA[part] for part in DATA if fails(result, default, part)]
+    words = "the defaults fail on {} data set"
+    parts += (
+        Statement(not failed, words.format("no"), f"{words.format('a')} ({', '.join(failed)})"),
+    )
     other = default.changed("nudge", "gradient" if default.nudge == "loss" else "loss")
     steps = min(result.config.steps)
     quality = ", ".join(
@@ -55,17 +60,35 @@ def judge(result: Result[Any]) -> Verdict:
         f" it is {_numbers(result, other)}. Their cosine at K = {steps} is {quality}."
         f" {'; '.join(_highest(result, *one) for one in everywhere)}."
     )
-    kept = [key for key in found if key not in beaten]
+    kept = [key for key, one in found.items() if one is None]
     held = (
         f"No other choice is better somewhere and worse nowhere: {', '.join(kept) or 'none'}."
         f" {_by_cosine(result, default)}"
     )
-    if not beaten:
-        return Verdict("reproduced", measured, held)
-    better = "; ".join(f"{key} = {value} ({text})" for key, (value, text) in beaten.items())
-    return Verdict(
-        "partly" if kept else "not", measured, f"{held} The table speaks for others: {better}."
-    )
+    better = "; ".join(f"{key} = {one[0]} ({one[1]})" for key, one in found.items() if one)
+    more = f" The table speaks for others: {better}." if better else ""
+    return Verdict(state_of(parts) if kept else "not", measured, held + more, parts)
+
+
+def compare(result: Result[Any]) -> list[Statement]:
+    """Whether another choice beats the default."""
+    return [
+        Statement(one is not None, f"another {key} is better somewhere and worse nowhere", name=key)
+        for key, one in beaten_by(result).items()
+    ]
+
+
+def beaten_by(result: Result[Any]) -> dict[str, tuple[str, str] | None]:
+    """For each choice, which other one is better than the default somewhere and worse nowhere, and
+    where; None where none is.
+    """
+    default = Variant.default()
+    options = result.config.options
+    found = {key: _best(result, default, key, values) for key, values in options.items()}
+    for view, name in VIEWS.items():
+        if compared(result, view):
+            found[name] = _best_other(result, default, view)
+    return found
 
 
 def _numbers(result: Result[Any], variant: Variant) -> str:
@@ -137,16 +160,14 @@ def _best_other(result: Result[Any], default: Variant, view: str) -> tuple[str, 
 def _only_better(
     result: Result[Any], default: Variant, other: Choice, view: str = ""
 ) -> list[tuple[float, str]]:
-    """By how much another choice is better than the default at most, and where; nothing where it is
-    not, or is worse anywhere.
+    """By how much another choice is better than the default at most, and where: on a data set with
+    each number of steps of adaptation; nothing where it is not, or is worse anywhere.
     """
-    gains = [
-        (one, gain, noise)
-        for one in compared(result, view)
-        for gain, noise in _gain(result, default, other, *one)
-    ]
-    better = [(one, gain) for one, gain, noise in gains if gain > noise]
-    if not better or any(gain < -noise for _, gain, noise in gains):
+    found = [(one, _gain(result, default, other, *one)) for one in compared(result, view)]
+    gains = [(one, *gain) for one, gain in found if gain is not None]
+    not_better = {part for (part, _), gain, noise, _ in gains if not gain > noise}
+    better = [(one, gain) for one, gain, *_ in gains if one[0] not in not_better]
+    if not better or any(gain < -allowed for _, gain, _, allowed in gains):
         return []
     text = ", ".join(f"{gain:+.3f} on {name_of(result, *one)}" for one, gain in better)
     return [(max(gain for _, gain in better), text)]
@@ -154,15 +175,21 @@ def _only_better(
 
 def _gain(
     result: Result[Any], default: Variant, other: Choice, part: str, key: str
-) -> list[tuple[float, float]]:
-    """How much better another variant is than the default, and what may be noise; nothing where one
-    was not measured.
+) -> tuple[float, float, float] | None:
+    """How much better another variant is than the default, beyond what gain that is no noise, and
+    beyond what loss; None where one was not measured.
 
-    A training that ended in NaN is no noise.
+    A training that ended in NaN is no noise: another's counts against it, and next to the default's
+    nothing is called better, since intervals of few seeds some of which failed say little.
     """
     base, found = (accuracy(result, part, variant, key) for variant in (default, other))
     if base is None or found is None:
-        return []
-    failed = 0.0 in result.values(key, part=part, **other.keys)
+        return None
     noise = max(NOISE, base.half + found.half)
-    return [(found.mean - base.mean, 0.0 if failed else noise)]
+    allowed = 0.0 if 0.0 in result.values(key, part=part, **other.keys) else noise
+    return found.mean - base.mean, math.inf if fails(result, default, part) else noise, allowed
+
+
+def fails(result: Result[Any], variant: Variant, part: str) -> bool:
+    """Whether a training of the default ended in NaN, which explains nothing."""
+    return 0.0 in result.values("accuracy", part=part.removesuffix(AT_EQUAL_COST), **variant.keys)

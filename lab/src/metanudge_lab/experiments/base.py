@@ -337,7 +337,7 @@ class Experiment(Generic[C]):
         compare: those statements of the verdict that set methods against one another. They hold for
             the labels' sake: with the values of `labels` dealt anew within each `unit`, they must
             not (a test does that).
-        labels: the key of cells that names methods.
+        labels: the keys of cells that name methods.
         unit: the keys of cells whose values make up what was measured independently.
         enough: whether what there is suffices for a verdict, which then says what was not tested;
             by default only all cells do.
@@ -357,7 +357,7 @@ class Experiment(Generic[C]):
     judge: Callable[[Result[C]], Verdict]
     notes: str = ""
     compare: Callable[[Result[C]], Sequence[Statement]] = lambda result: ()
-    labels: str = "method"
+    labels: tuple[str, ...] = ("method",)
     unit: tuple[str, ...] = ("seed",)
     enough: Callable[[Result[C]], bool] = lambda result: result.complete
     remember: Callable[[Result[C]], None] = lambda result: None

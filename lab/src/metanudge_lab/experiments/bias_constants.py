@@ -196,7 +196,8 @@ def _bounds(problem: Nudged, config: Config) -> list[Row]:
             error = central + problem.noise(SYMMETRIC, nu, delta)
             bound = problem.lam * (nu**2 * 1.1 * third / 6 + delta / nu)  # 1.1: sup over [−ν, ν]
             symmetric.append(error / bound)
-    row = {"kind": "bounds", "lam": problem.lam, "second": second / limit}
+    steepest = float(problem.exact().norm()) / (problem.lam * l0 / mu)
+    row = {"kind": "bounds", "lam": problem.lam, "second": second / limit, "gradient": steepest}
     ratios = {"forward": max(forward), "repaired": max(repaired), "symmetric": max(symmetric)}
     return [{**row, **ratios}]
 
@@ -249,6 +250,7 @@ def judge(result: Result[Config]) -> Verdict:
         _bound(result, "second", "the bound on ‖z″‖", "second derivative"),
         _bound(result, "symmetric", "equation 32 (with 𝒞₃ measured)", "symmetric bound"),
         *(_formula(result, stencil) for stencil in STENCILS),
+        _bound(result, "gradient", "Proposition 3's G = λL₀/μ on ‖∇F‖", "gradient"),
     ]
     repaired = max(result.values("repaired", kind="bounds"))
     more = (

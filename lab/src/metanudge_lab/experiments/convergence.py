@@ -267,7 +267,7 @@ EXPERIMENT = Experiment(
     table=table,
     judge=judge,
     compare=compare,
-    labels="what",
+    labels=("what",),
     notes=(
         "The paper has no experiment for this. Ours: tasks of linear regression whose inner problem"
         " is quadratic and whose outer loss grows exponentially, like r⁴, or (a control, the only"

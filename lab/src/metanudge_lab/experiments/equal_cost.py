@@ -23,7 +23,7 @@ X = TypeVar("X")
 
 
 @functools.cache
-def passes(estimator: Estimator, steps: int) -> int:
+def passes(estimator: Estimator, steps: int, learn_lr: mn.InnerRates | None = None) -> int:
     """Of one meta-gradient of one task with so many inner steps, counted on a small problem.
 
     Example:
@@ -37,6 +37,7 @@ def passes(estimator: Estimator, steps: int) -> int:
         lam=2.0,
         solver=mn.GradientDescent(lr=0.1, steps=steps),
         estimator=estimator,
+        learn_lr=learn_lr,
     )
     stats = learner.meta_gradient(setup.tasks, metrics=False)[1]
     return round(stats.support_gradients + stats.query_gradients + stats.hessian_products)

@@ -28,6 +28,7 @@ from metanudge_lab.experiments.base import (
     Statement,
     Verdict,
 )
+from metanudge_lab.experiments.equal_cost import COUNTED, passes
 from metanudge_lab.experiments.spread import Mean, paired
 
 TUNING_SEED = 1000
@@ -162,44 +163,64 @@ def draw(result: Result[Config]) -> list[Drawing]:
 
 def table(result: Result[Config]) -> ResultTable:
     """Quality after each number of steps, and the rates that tuning found."""
-    rows: list[tuple[str | Shown, ...]] = []
+    rows: list[tuple[str | int | Shown, ...]] = []
     for problem, method in itertools.product(PROBLEMS, METHODS):
         means = curve(result, problem, method)
         if means:
             (row, *_) = result.rows(kind="test", problem=problem, method=method)
             rates = f"{row['inner']:g}, {row['rate']:g}"
-            rows.append((problem, method, *(Shown.of(one, 3) for one in means.values()), rates))
+            found = (Shown.of(one, 3) for one in means.values())
+            rows.append((problem, method, _passes(method), *found, rates))
     after = (f"after {k} steps" for k in result.config.at_steps)
-    return ResultTable(("tasks", "method", *after, "inner and meta-learning rate"), rows)
+    head = ("tasks", "method", "gradients a task and meta-step")
+    return ResultTable((*head, *after, "inner and meta-learning rate"), rows)
 
 
 def judge(result: Result[Config]) -> Verdict:
-    """Whether learned rates are better with the same seeds, the interval of the difference above
-    zero.
-    """
-    statements: list[Statement] = []
+    """Whether learned rates are better with the same seeds."""
     measured = []
+    spent = ", ".join(f"{_passes(method)} ({method})" for method in METHODS)
     for problem in PROBLEMS:
         plain = _qualities(result, problem, m.MAML)
-        parts = []
-        for method in (META_SGD, LSLR):
-            more = paired(_qualities(result, problem, method), plain)
-            better = more.mean - more.half > 0
-            worse = more.mean + more.half < 0
-            parts.append(f"{method} {more.mean:+.3f} ± {more.ci95:.3f}")
-            contrary = "is worse" if worse else "cannot be told from MAML"
-            statements.append(
-                Statement(
-                    better,
-                    f"on {problem} {method} is better than MAML",
-                    f"on {problem} {method} {contrary}",
-                )
-            )
+        parts = [
+            f"{method} {more.mean:+.3f} ± {more.ci95:.3f}"
+            for method, more in _gains(result, problem).items()
+        ]
         measured.append(f"{problem}: MAML {Mean.of(plain).text(3)}, {', '.join(parts)}")
     return Verdict.of(
-        statements,
+        compare(result),
         f"After {m.STEPS} steps, with the paired difference to MAML: {'; '.join(measured)}.",
+        f"The verdict is at equal meta-steps, each of {spent} backward passes for a task.",
     )
+
+
+def compare(result: Result[Config]) -> list[Statement]:
+    """Who is better than MAML, the interval of the difference above zero."""
+    statements = []
+    for problem in PROBLEMS:
+        for method, more in _gains(result, problem).items():
+            contrary = "is worse" if more.mean + more.half < 0 else "cannot be told from MAML"
+            statements.append(
+                Statement(
+                    more.mean - more.half > 0,
+                    f"on {problem} {method} is better than MAML",
+                    f"on {problem} {method} {contrary}",
+                    f"{method}, {problem}",
+                )
+            )
+    return statements
+
+
+def _passes(method: str) -> int:
+    """That a meta-step takes for each task."""
+    return passes(mn.MAML(), m.STEPS, METHODS[method])
+
+
+def _gains(result: Result[Config], problem: str) -> dict[str, Mean]:
+    plain = _qualities(result, problem, m.MAML)
+    return {
+        method: paired(_qualities(result, problem, method), plain) for method in (META_SGD, LSLR)
+    }
 
 
 def curve(result: Result[Config], problem: str, method: str) -> dict[int, Mean]:
@@ -239,6 +260,8 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
+    compare=compare,
+    unit=("problem", "seed"),
     notes=(
         "MAML through 5 steps of gradient descent, λ = 0; sinusoids with 10 shots and a network"
         " of two hidden layers of 40, MNIST-1D 3-way 5-shot with three convolutions. Every method"
@@ -252,6 +275,6 @@ EXPERIMENT = Experiment(
         " after 9 of 30 shorter ones, seeds 0 to 4, whose best inner rate was the grid's largest;"
         " what is shown has seeds from 10 on, which nobody looked at before. Beyond 5 steps the"
         " last rate goes on. Intervals are 95 %, Student's t over the seeds, of the differences"
-        " paired by seed."
+        " paired by seed. " + COUNTED
     ),
 )

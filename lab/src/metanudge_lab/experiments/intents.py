@@ -31,7 +31,15 @@ from metanudge_lab.experiments.intents_tasks import (
     principal_axes,
     worded,
 )
-from metanudge_lab.experiments.intents_verdict import FROZEN, LORA, draw, enough, judge, table
+from metanudge_lab.experiments.intents_verdict import (
+    FROZEN,
+    LORA,
+    compare,
+    draw,
+    enough,
+    judge,
+    table,
+)
 
 TRANSFERS = {CLINC: BANKING}  # trained on, and tested on as well
 
@@ -217,7 +225,8 @@ EXPERIMENT = Experiment(
     draw=draw,
     table=table,
     judge=judge,
-    unit=("fold",),
+    compare=compare,
+    unit=("part", "fold", "data", "ways", "shots"),
     enough=enough,
     notes=(
         "Protocol of the literature: the five class folds that ProtAugment (Dopierre et al. 2021)"
@@ -237,6 +246,8 @@ EXPERIMENT = Experiment(
         " classes; some test tasks of fold 5 were seen before, and nothing was chosen by them. The"
         " largest inner rate, 3, is the one taken in most settings with 1 shot or 15 classes: more"
         " were not tried."
+        " The verdict is on accuracy alone: learners may take as many meta-steps as validation"
+        " chooses, and logistic regression none."
         " “Chosen on validation classes” is the learner whose own validation accuracy is highest"
         " in a fold. Learners of CLINC150 are tested on BANKING77 with all they chose there; so"
         " are the baselines. Intervals are 95 %, Student's t over the folds, of differences"

@@ -125,26 +125,38 @@ def enough(result: Result[Any]) -> bool:
 
 def judge(result: Result[Any]) -> Verdict:
     """In how many settings the chosen learner is ahead, the interval of the difference above 0."""
-    groups: dict[str, list[tuple[Setting, Mean]]] = {}
-    for setting in settings(result):
-        more = gain(result, setting, chosen_by_fold(result, setting))
-        if more is not None:
-            groups.setdefault(setting.group, []).append((setting, more))
-    statements, measured = [], []
+    statements, groups = compare(result), _by_group(result)
+    if LORA not in groups:
+        statements.append(Statement(None, "adapters"))
+    measured = []
     for group, found in groups.items():
+        told = ", ".join(f"{setting.title} {one.mean:+.2f} ± {one.ci95:.2f}"
+                         for setting, one in found)  # fmt: skip
+        measured.append(f"{group}: {told}")
+    return Verdict.of(
+        statements,
+        f"Points ahead of logistic regression, paired by fold: {'; '.join(measured)}.",
+    )
+
+
+def compare(result: Result[Any]) -> list[Statement]:
+    """Whether the chosen learner is ahead in at least half of the settings of a group."""
+    statements = []
+    for group, found in _by_group(result).items():
         ahead = sum(one.mean - one.half > 0 for _, one in found)
         behind = sum(one.mean + one.half < 0 for _, one in found)
         words = (
             f"on {group} the learner chosen on validation classes is ahead of logistic regression"
             f" beyond the interval in {ahead} of {len(found)} settings, behind in {behind}"
         )
-        statements.append(Statement(2 * ahead >= len(found), words, words))
-        told = ", ".join(f"{setting.title} {one.mean:+.2f} ± {one.ci95:.2f}"
-                         for setting, one in found)  # fmt: skip
-        measured.append(f"{group}: {told}")
-    if LORA not in groups:
-        statements.append(Statement(None, "adapters"))
-    return Verdict.of(
-        statements,
-        f"Points ahead of logistic regression, paired by fold: {'; '.join(measured)}.",
-    )
+        statements.append(Statement(2 * ahead >= len(found), words, words, group))
+    return statements
+
+
+def _by_group(result: Result[Any]) -> dict[str, list[tuple[Setting, Mean]]]:
+    groups: dict[str, list[tuple[Setting, Mean]]] = {}
+    for setting in settings(result):
+        more = gain(result, setting, chosen_by_fold(result, setting))
+        if more is not None:
+            groups.setdefault(setting.group, []).append((setting, more))
+    return groups

@@ -53,7 +53,7 @@ class Config(Settings):
     curved_at: tuple[int, ...] = (0, 5, 16, 50)
     curved_tasks: int = 4
     slower: float = 0.25
-    inner_rates: tuple[float, ...] = (0.03, 0.1, 0.3)
+    inner_rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3)
     meta_rates: tuple[float, ...] = (1e-2,)
     tuning: int = 30
     val_tasks: int = 50

@@ -139,9 +139,9 @@ def _why(result: Result[Config], part: str) -> str:
             )
     chosen = [row["inner"] for row in result.rows(part=part, kind="chosen")]
     tried = [row["inner"] for row in result.rows(part=part, kind="tried")]
-    edge = sum(rate == min(tried) for rate in chosen) if tried else 0
+    edge = sum(rate in (min(tried), max(tried)) for rate in chosen) if tried else 0
     return (
-        f"{PARTS[part]}: {edge} of {len(chosen)} searches chose the smallest inner rate of the"
+        f"{PARTS[part]}: {edge} of {len(chosen)} searches chose an inner rate at an end of the"
         f" grid. Over {len(lost)} runs the points lost from {m.STEPS} to {last} steps go"
         f" with α(L̂ + λ) at θ (rank correlation {ranks_agree(sharp[0], lost):.2f}), with that"
         f" after {m.STEPS} steps ({ranks_agree(sharp[m.STEPS], lost):.2f}) and with how much"

@@ -47,6 +47,8 @@ def _parts(result: Result[Any]) -> list[tuple[bool, str, str]]:
     falls = all(
         after[nu] < before[nu] for before, after in itertools.pairwise(ordered) for nu in shared
     )
+    best = {k: min(found.values()) for k, found in errors.items()}
+    few, many = min(best), max(best)
     top = max(result.config.nus)
     spikes = all(not found[top] < SPIKE * found[LARGE] for found in errors.values())
     grows = [k for k, found in errors.items() if found[min(found)] > FLAT * found[SMALL]]
@@ -63,6 +65,14 @@ def _parts(result: Result[Any]) -> list[tuple[bool, str, str]]:
                 " towards small ν at any K)"
             ),
             "noise",
+        ),
+        (
+            best[few] >= 10 * best[many],
+            (
+                f"K = {few} and {many} are an order of magnitude apart (at their best ν"
+                f" {short(best[few])} and {short(best[many])})"
+            ),
+            "levels",
         ),
         (falls, f"more steps help at every ν ≤ {LARGE:g}", "steps"),
         (spikes, f"the error rises sharply beyond ν = {LARGE:g} at every K", "bias"),

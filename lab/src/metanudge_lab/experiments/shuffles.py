@@ -11,7 +11,7 @@ import random
 from collections import Counter, defaultdict
 from typing import Any
 
-from metanudge_lab.experiments.base import Experiment, FinishedCell, Result, label
+from metanudge_lab.experiments.base import Cell, Experiment, FinishedCell, Result, label
 
 
 def shuffled(experiment: Experiment[Any], result: Result[Any], seed: int) -> Result[Any]:
@@ -19,25 +19,26 @@ def shuffled(experiment: Experiment[Any], result: Result[Any], seed: int) -> Res
     methods that have the same cells there.
     """
     dice = random.Random(seed)
-    units: dict[str, dict[Any, list[FinishedCell]]] = defaultdict(lambda: defaultdict(list))
+    units: dict[str, dict[str, list[FinishedCell]]] = defaultdict(lambda: defaultdict(list))
+    known: dict[str, Cell] = {}
     for one in result.measured:
-        if experiment.labels in one.cell:
+        if own := {key: one.cell[key] for key in experiment.labels if key in one.cell}:
             unit = label({key: one.cell.get(key) for key in experiment.unit})
-            units[unit][one.cell[experiment.labels]].append(one)
-    dealt: dict[int, Any] = {}
+            units[unit][label(own)].append(one)
+            known[label(own)] = own
+    dealt: dict[int, Cell] = {}
     for methods in units.values():
-        alike: dict[frozenset[str], list[Any]] = defaultdict(list)
+        alike: dict[frozenset[str], list[str]] = defaultdict(list)
         for method, cells in methods.items():
-            rest = frozenset(label({**one.cell, experiment.labels: None}) for one in cells)
-            alike[rest].append(method)
+            alike[frozenset(label(_rest(one, known[method])) for one in cells)].append(method)
         for group in alike.values():
             for method, other in zip(group, dice.sample(group, len(group)), strict=True):
-                dealt |= {id(one): other for one in methods[method]}
+                dealt |= {
+                    id(one): {**_rest(one, known[method]), **known[other]}
+                    for one in methods[method]
+                }
     measured = [
-        dataclasses.replace(one, cell={**one.cell, experiment.labels: dealt[id(one)]})
-        if id(one) in dealt
-        else one
-        for one in result.measured
+        dataclasses.replace(one, cell=dealt.get(id(one), one.cell)) for one in result.measured
     ]
     return dataclasses.replace(result, measured=measured)
 
@@ -50,3 +51,7 @@ def passing(experiment: Experiment[Any], result: Result[Any], times: int) -> dic
         found = experiment.compare(shuffled(experiment, result, seed))
         held.update({n for n in names if all(one.holds for one in found if one.name == n)})
     return {name: held[name] / times for name in sorted(names)}
+
+
+def _rest(one: FinishedCell, own: Cell) -> Cell:
+    return {key: value for key, value in one.cell.items() if key not in own}

@@ -6,6 +6,7 @@ from metanudge_lab.experiments.base import ResultTable
 from metanudge_lab.experiments.spread import CONVENTION
 from metanudge_lab.report.entries import Entry, answers, text_of
 from metanudge_lab.report.figures import file_name
+from metanudge_lab.report.numbers import beside
 
 
 def markdown(entries: list[Entry]) -> str:
@@ -55,7 +56,15 @@ def _claims(entries: list[Entry]) -> list[str]:
         links = ", ".join(f"[{name}](#{name})" for name in answer.claim.experiments)
         cells = (answer.claim.where, answer.claim.says, links, answer.status, answer.claim.because)
         lines.append(f"| {' | '.join(_cell(cell) or '–' for cell in cells)} |")
-    return lines
+    return [
+        *lines,
+        "",
+        "## Numbers",
+        "",
+        "Those that the paper gives.",
+        "",
+        *_table(beside(entries)),
+    ]
 
 
 def _section(entry: Entry) -> list[str]:

@@ -11,6 +11,7 @@ from metanudge.version import __version__
 from metanudge_lab.experiments.spread import CONVENTION
 from metanudge_lab.report.entries import STATES, Entry, answers, sort_key, text_of
 from metanudge_lab.report.figures import inline, legend
+from metanudge_lab.report.numbers import beside
 from metanudge_lab.report.short import in_short
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def page(entries: list[Entry]) -> str:
     return templates.from_string(_asset("page.html.j2")).render(
         entries=entries,
         answers=answers(entries),
+        beside=beside(entries),
         short=in_short(entries),
         convention=CONVENTION,
         counts=[(state, text, counts[state]) for state, text in STATES.items() if counts[state]],

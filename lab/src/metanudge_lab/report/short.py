@@ -4,6 +4,7 @@ and rows alone.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from metanudge_lab.experiments import methods as m
@@ -11,6 +12,7 @@ from metanudge_lab.experiments.base import Result
 from metanudge_lab.experiments.equal_cost import passes
 from metanudge_lab.experiments.omniglot_rows import found_at, paired_by_seed
 from metanudge_lab.experiments.omniglot_runs import ESTIMATORS, FIVE_WAY, MORE_STEPS
+from metanudge_lab.experiments.spread import Mean
 from metanudge_lab.report.entries import Answer, Entry, answers
 
 _MOST = 4  # claims in a list
@@ -72,25 +74,32 @@ def _use(entries: list[Entry]) -> list[Line]:
 
 def best(result: Result[object], kind: str) -> Line:
     """The best method, those that it does not lead seed by seed, and the cheapest of them."""
-    setting, length = FIVE_WAY[0], getattr(result.config, "iterations", 0)
-    found = found_at(result, setting, ESTIMATORS, length, kind)
+    found, behind = field(result, kind)
     if not found:
         return Line("Use", "")
-    best = max(found, key=lambda method: found[method].mean)
-    ahead = {one: paired_by_seed(result, setting, best, one, length, kind) for one in found}
-    near = [one for one, by in ahead.items() if one == best or by.mean <= by.half]
-    cost = {method: passes(ESTIMATORS[method], m.STEPS) for method in near}
+    best, *others = (method for method in found if method not in behind)
+    cost = {method: passes(ESTIMATORS[method], m.STEPS) for method in (best, *others)}
     cheapest = min(cost, key=lambda method: cost[method])
     steps = f"{m.STEPS} steps, as in training" if kind == "test" else f"{MORE_STEPS} steps"
-    text = f"Omniglot {setting}, adapting with {steps}: {best}, {found[best].text(2)} %"
-    others = [method for method in near if method != best]
+    text = f"Omniglot {FIVE_WAY[0]}, adapting with {steps}: {best}, {found[best].text(2)} %"
     if others:
         text += f"; not told apart from it: {', '.join(others)}"
-    behind = [method for method in found if method not in near]
     if behind:
-        last = max(behind, key=lambda method: found[method].mean)
         more = f" and {len(behind) - 1} others" if len(behind) > 1 else ""
-        text += f"; behind it: {last} {found[last].text(2)} %{more}"
+        text += f"; behind it: {behind[0]} {found[behind[0]].text(2)} %{more}"
     if others:
         text += f". {cheapest} spends least: {cost[cheapest]:g} gradients a task"
     return Line("Use", f"{text}.", "omniglot")
+
+
+def field(result: Result[object], kind: str) -> tuple[dict[str, Mean], list[str]]:
+    """The methods that were run with several seeds (with one, where none has more), the best first,
+    and those that it leads seed by seed with the whole interval.
+    """
+    setting, length = FIVE_WAY[0], getattr(result.config, "iterations", 0)
+    found = found_at(result, setting, ESTIMATORS, length, kind)
+    several = {method: one for method, one in found.items() if not math.isnan(one.ci95)} or found
+    order = sorted(several, key=lambda method: -several[method].mean)
+    ahead = {one: paired_by_seed(result, setting, order[0], one, length, kind) for one in order}
+    behind = [one for one in order[1:] if ahead[one].mean - ahead[one].ci95 > 0]
+    return {method: several[method] for method in order}, behind
