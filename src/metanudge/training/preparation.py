@@ -123,6 +123,7 @@ def read_data(
     group, note = around.group, around.note
     device = device_called(config.device)
     check_sinks(config.sinks)
+    config = sources.for_device(config, device)
     if config.encoder is not None and config.encoder != NGRAMS:
         note(f"features of {Path(config.encoder).name}: computed once, then read from the cache")
     remembered = (
