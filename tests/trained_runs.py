@@ -16,6 +16,8 @@ from metanudge.tasks.omniglot_files import load_omniglot
 from metanudge.training import runs, sources
 from metanudge.training.checkpoint import CheckpointStore
 from metanudge.training.config import TrainConfig
+from metanudge.training.device import device_called
+from metanudge.training.sources import for_device
 from metanudge.training.specs import build_optimizer, parameter_groups
 
 _NAMED = os.environ.get("METANUDGE_DATA")
@@ -24,6 +26,7 @@ DATA = Path(_NAMED) if _NAMED else Path(__file__).resolve().parents[1].parent / 
 
 def make_run(folder: Path, config: TrainConfig, *, iterations: int = 0) -> Path:
     """A run folder with one checkpoint after some meta-steps."""
+    config = for_device(config, device_called(config.device))
     source = runs.build_source(config)
     config = sources.resolve(config, source)
     learner = runs.build_learner(config, source)

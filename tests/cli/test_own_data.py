@@ -150,12 +150,12 @@ def test_pictures_keep_their_size_and_the_run_says_so(
     flags = ["--data-options", "splits=(0.5,0.25,0.25)", *TINY, "--model=conv4:channels=2"]
     assert main(["train", "photos", *flags, "--out", "run"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "images 1×84×84 (shrunk from 100×100; image_size= sets another size)" in said
+    assert "images 1×32×32 (shrunk from 100×100; image_size= sets another size)" in said
     assert runs.read_config(here / "run").data_options.startswith(
-        "image_size=84,grey=true,standardise=false,splits=(0.5,0.25,0.25),"
+        "image_size=32,grey=true,standardise=false,splits=(0.5,0.25,0.25),"
     )
     Image.new("RGB", (30, 20)).save(here / "photos" / "a" / "late.png")
-    assert runs.load("run").source.input_shape == (1, 84, 84)
+    assert runs.load("run").source.input_shape == (1, 32, 32)
     assert main(["train", "--resume", "run", "--iterations", "6"]) == 2, "the data have changed"
     assert main(["train", "--resume", "run", "--iterations", "6", "--allow-changed-data"]) == 0
 
@@ -183,7 +183,7 @@ def test_pictures_that_are_not_square_get_a_convolutional_network(here: Path) ->
         == 0
     )
     run = runs.load("run")
-    assert run.config.model == "conv4"
+    assert run.config.model == "conv4:channels=32"
     assert run.config.data_options.startswith("image_size=(32,20),grey=false,")
     classifier = adapt(run, _two_classes(here))
     assert classifier.support.shape == (6, 3, 32, 20)

@@ -108,15 +108,18 @@ def test_the_version_is_recorded(tmp_path: Path) -> None:
 
 def test_a_whole_number_may_stand_for_a_float_and_left_out_fields_have_defaults() -> None:
     config = TrainConfig.from_json('{"data": "sinusoid", "lam": 3}')
-    assert config == TrainConfig("sinusoid", lam=3.0)
+    of_0_1 = {"tasks": 16, "estimator": "fobmaml", "head": "fixed", "patience": 0}
+    assert config == TrainConfig("sinusoid", lam=3.0, **of_0_1)
     assert isinstance(config.lam, float)
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        {"iterations": 0}, {"tasks": 0}, {"ways": 0}, {"shots": -1}, {"seed": -1},
-        {"ways": "5-3", "head": "prototypes"}, {"ways": "3-5"}, {"shots": "0-3"}, {"shots": "many"},
+        {"iterations": 0}, {"tasks": -1}, {"patience": -1}, {"ways": 0}, {"shots": -1},
+        {"seed": -1},
+        {"ways": "5-3", "head": "prototypes"}, {"ways": "3-5", "head": "fixed"},
+        {"shots": "0-3"}, {"shots": "many"},
         {"seed": 1 << 63}, {"iterations": 1 << 63},
         {"lam": -0.1}, {"lam": float("nan")},
         {"clip": -1.0}, {"chunk": 0}, {"eval_every": -1}, {"checkpoint_every": 0},

@@ -177,7 +177,7 @@ class Labelled(ClassEpisodes):
             path: the folder. Files beside the sub-folders, and hidden files, are not looked at.
             image_size: side, or (height, width), that images are resized to; None keeps them.
                 "auto" takes the images' own size where they agree and squares where they do not,
-                the longest side at most 84 pixels.
+                the longest side at most 84 pixels; "small" at most 32.
             grey: one channel instead of three; None where all images are grey.
             on_disk: decode the examples once into a file of the cache folder ($METANUDGE_CACHE)
                 and read them there, so that they need not fit into memory; None where they take

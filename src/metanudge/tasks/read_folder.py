@@ -22,16 +22,16 @@ from metanudge.tasks.cache import cache_folder, read_arrays
 from metanudge.tasks.images import FORMATS, as_seen, image_tensor, is_grey, opened, upright_size
 from metanudge.tasks.on_disk import OnDisk, read_examples, wanted, write_examples
 
-ImageSize = int | tuple[int, int] | Literal["auto"] | None
+ImageSize = int | tuple[int, int] | Literal["auto", "small"] | None
 # the longest side of pictures whose size was left to us; what the few-shot literature takes for
-# photographs
-LARGEST = 84
+# photographs, and for a CPU
+LARGEST = {"auto": 84, "small": 32}
 ARRAYS = (".npy", ".npz", ".csv")
 KINDS = (
     f"images ({', '.join(FORMATS)}), .npy, .npz with one array, and .csv with one vector of numbers"
 )
 
-_PICTURES = (
+PICTURES = (
     ".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm",
 )  # fmt: skip
 _MOST_BYTES = 1 << 30  # bytes that the array of one example may unpack to
@@ -66,10 +66,12 @@ def read_folder(
     root = Path(path)
     files = _example_files(root)
     pictures = [file for file in files if file.suffix.lower() not in ARRAYS]
-    sizes, all_grey = _look(pictures) if image_size == "auto" or grey is None else (set(), True)
+    sizes, all_grey = (
+        _look(pictures) if isinstance(image_size, str) or grey is None else (set(), True)
+    )
     note = ""
-    if image_size == "auto":
-        size, note = _common_size(sizes)
+    if isinstance(image_size, str):
+        size, note = _common_size(sizes, LARGEST[image_size])
     else:
         size = (image_size, image_size) if isinstance(image_size, int) else image_size
     reading = _Reading(root, files, size, all_grey if grey is None else grey)
@@ -213,21 +215,21 @@ def _look(pictures: Sequence[Path]) -> tuple[set[tuple[int, int]], bool]:
     return sizes, grey
 
 
-def _common_size(sizes: set[tuple[int, int]]) -> tuple[tuple[int, int] | None, str]:
-    """The pictures' own size where they agree, else a square, the longest side at most `LARGEST`;
+def _common_size(sizes: set[tuple[int, int]], largest: int) -> tuple[tuple[int, int] | None, str]:
+    """The pictures' own size where they agree, else a square, the longest side at most `largest`;
     and what to say about it.
     """
     if not sizes:
         return None, ""
     longest = max(max(size) for size in sizes)
     if len(sizes) > 1:
-        side = min(longest, LARGEST)
+        side = min(longest, largest)
         how = f"made square from {len(sizes)} different sizes of up to {longest} pixels"
         return (side, side), f"{how}; image_size= sets another size"
     ((height, width),) = sizes
-    if longest <= LARGEST:
+    if longest <= largest:
         return (height, width), ""
-    small = max(1, round(height * LARGEST / longest)), max(1, round(width * LARGEST / longest))
+    small = max(1, round(height * largest / longest)), max(1, round(width * largest / longest))
     return small, f"shrunk from {height}×{width}; image_size= sets another size"
 
 
@@ -238,7 +240,7 @@ def is_example(file: Path) -> bool:
     """Whether a file is meant as an example: its name says so, or it holds a picture. What is not
     may be passed over.
     """
-    if file.suffix.lower() in (*ARRAYS, *_PICTURES):
+    if file.suffix.lower() in (*ARRAYS, *PICTURES):
         return True
     from PIL import UnidentifiedImageError
 

@@ -100,6 +100,7 @@ class Trainer:
 
     Attributes:
         step: meta-steps done.
+        done: whether to end before the course does.
         seconds: that the last one took.
 
     Example:
@@ -131,7 +132,7 @@ class Trainer:
         self.learner, self.source, self.optimizer, self.course = learner, source, optimizer, course
         self.on_step = on_step
         self.around = Surroundings() if around is None else around
-        self.step, self.seconds = 0, 0.0
+        self.step, self.done, self.seconds = 0, False, 0.0
         self._ahead = Ahead(source)
         self._lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._store = None if folder is None else CheckpointStore(folder)
@@ -147,7 +148,7 @@ class Trainer:
     def run(self) -> None:
         """Train to the end of the course."""
         try:
-            while self.step < self.course.iterations:
+            while self.step < self.course.iterations and not self.done:
                 values, signal = self._meta_step()
                 if self.on_step is not None:
                     self.on_step(self.step, values)

@@ -10,6 +10,7 @@ from typing import Any
 
 from metanudge.tasks import Episodes, Given, Labelled
 from metanudge.tasks.images import is_picture
+from metanudge.tasks.read_folder import PICTURES
 from metanudge.training.config import TrainConfig, flag
 from metanudge.training.data import Data, DataShapes
 from metanudge.training.errors import UserError
@@ -22,13 +23,17 @@ TABLES = (".csv", ".tsv")
 class Folder(Data):
     """A folder with one sub-folder per class."""
 
+    def has_pictures(self) -> bool:
+        """Whether its examples are pictures, as far as names tell."""
+        return any(file.suffix.lower() in PICTURES for file in Path(self.name).glob("*/*"))
+
     def decided(self, given: dict[str, Any], source: Episodes) -> dict[str, Any]:
         """The size and channels of pictures."""
         if not is_picture(source.input_shape):
             return {}
         channels, height, width = source.input_shape
         found: dict[str, Any] = {}
-        if given.get("image_size", "auto") == "auto":
+        if isinstance(given.get("image_size", "auto"), str):
             found["image_size"] = height if height == width else (height, width)
         if given.get("grey") is None:
             found["grey"] = channels == 1

@@ -117,6 +117,7 @@ def read_data(
     device = device_called(config.device)
     for name in config.sinks:
         check_sink(name)
+    config = sources.for_device(config, device)
     if config.encoder is not None and config.encoder != NGRAMS:
         note(f"features of {Path(config.encoder).name}: computed once, then read from the cache")
     remembered = (

@@ -14,7 +14,9 @@ from metanudge.training.device import computing_in, device_called
 
 def plan_of_run(config: TrainConfig) -> MemoryPlan:
     """What a run of this configuration would need, with its estimator and others."""
-    source = sources.build_source(config, device=device_called(config.device), remembered=None)
+    device = device_called(config.device)
+    config = sources.for_device(config, device)
+    source = sources.build_source(config, device=device, remembered=None)
     config = sources.resolve(config, source)
     learner = sources.build_learner(config, source)
     with computing_in(config.precision, source.device):

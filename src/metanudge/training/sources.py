@@ -24,7 +24,7 @@ from metanudge.training.data import Data, DataShapes
 from metanudge.training.device import device_called
 from metanudge.training.errors import UserError, count, refused, spelled
 from metanudge.training.hf_models import build_classifier, with_adapters
-from metanudge.training.own_data import OwnSource, given_tasks, own_data, own_source
+from metanudge.training.own_data import Folder, OwnSource, given_tasks, own_data, own_source
 from metanudge.training.spec_language import Spec, known, normal
 from metanudge.training.specs import Shapes
 from metanudge.training.text_data import text_data
@@ -53,6 +53,29 @@ def find_data(config: TrainConfig) -> Data:
     raise AssertionError("unreachable")
 
 
+def for_device(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """The configuration with what depends on where it runs: on a CPU, the user's own pictures get
+    a small network on small pictures that learns in few and cheap meta-steps.
+    """
+    data = find_data(config)
+    ours = not (own_code(config.model) or config.model.startswith(specs.HF))
+    frugal = device.type == "cpu" and isinstance(data, Folder) and data.has_pictures()
+    found: dict[str, Any] = {
+        "tasks": config.tasks or (4 if frugal else 16),
+        "patience": (0 if data.name in SOURCES else 3) if (p := config.patience) is None else p,
+    }
+    if normal(config.estimator) == "auto":  # fomaml cannot learn λ
+        found["estimator"] = "fomaml" if frugal and config.learn_lam == "none" else "fobmaml"
+    if config.head == "auto":
+        wanted = isinstance(count("--ways", config.ways), tuple) or (frugal and config.adapt == "*")
+        found["head"] = "prototypes" if wanted and ours else "fixed"
+    if frugal and normal(config.model) == "auto":
+        found["model"] = "conv4:channels=32"
+    if frugal and "image_size" not in data.options(config.data_options):
+        found["data_options"] = ",".join(filter(None, [config.data_options, "image_size=small"]))
+    return dataclasses.replace(config, **found)
+
+
 def build_source(
     config: TrainConfig, *, device: torch.device | None = None, remembered: DataShapes | None = None
 ) -> Episodes:
@@ -72,7 +95,7 @@ def build_source(
     sizes["queries"] = config.queries
     options |= {name: size for name, size in sizes.items() if size is not None}
     if any(isinstance(size, tuple) for size in sizes.values()):
-        options["alike"] = config.tasks
+        options["alike"] = config.tasks or 16
     place = device if device is not None else device_called(config.device)
     dtype = getattr(torch, config.dtype)
     try:
@@ -84,7 +107,7 @@ def build_source(
             f" there is a network, metanudge data fetch {data.name} gets the files and says where"
             " they are."
         ) from error
-    source = source if config.head == "fixed" else _with_support(config, source)
+    source = source if config.head != "prototypes" else _with_support(config, source)
     return source if config.augment == "none" else own_parts.augmented(config, source)
 
 

@@ -170,8 +170,8 @@ def named_estimators() -> dict[str, type[Estimator]]:
 
 
 def parse_estimator(text: str) -> Spec:
-    """An estimator's spec, with its options converted."""
-    return _parse(text, named_estimators(), "estimator")
+    """An estimator's spec, with its options converted; `auto` is fobmaml."""
+    return _parse("fobmaml" if normal(text) == "auto" else text, named_estimators(), "estimator")
 
 
 def build_estimator(text: str) -> Estimator:

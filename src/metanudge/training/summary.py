@@ -258,7 +258,8 @@ def result_table(
         if test["accuracy"] is not None:
             accuracy = f"{test['accuracy']:.2%} ± {test['accuracy_ci95'] or math.nan:.2%}"
             lines.append(("test accuracy", f"{accuracy} (95 % CI, {test['tasks']} tasks)"))
-            lines.append(("before adaptation", f"{test['accuracy_before']:.2%}"))
+            alone = " (class means alone)" if config.head == "prototypes" else ""
+            lines.append(("before adaptation", f"{test['accuracy_before']:.2%}{alone}"))
         loss = f"{_number(test['loss'])} ± {_number(test['loss_ci95'])}"
         lines.append(("test loss", f"{loss} (before adaptation {_number(test['loss_before'])})"))
         for name, value in test.get("metrics", {}).items():
@@ -272,6 +273,9 @@ def result_table(
     ):
         if learned is not None:
             lines.append((name, learned))
+    if outcome.step < config.iterations:
+        more = f"metanudge train --resume {shlex.quote(str(folder))} --patience 0"
+        lines.append(("stopped early", f"no better validation since; to go on: {more}"))
     later = config.eval_every < outcome.step and config.schedule == "constant"
     if best is not None and best["step"] == outcome.step and later:
         more = f"--resume {shlex.quote(str(folder))} --iterations {2 * outcome.step}"

@@ -171,7 +171,7 @@ class Training:
             if self._pending is not None:
                 self.saved_step = None  # the checkpoint lacks the validation's result
                 self._complete(self._pending, 0.0)
-            trainer.on_step = self._after_step
+            trainer.on_step, trainer.done = self._after_step, self._out_of_patience()
             trainer.run()
             self.reporter.end()
             self._finish()
@@ -193,10 +193,16 @@ class Training:
         step, last = self.trainer.step, self.trainer.step == self.config.iterations
         if self.config.eval_every and (step % self.config.eval_every == 0 or last):
             improved = self._validate(values)
+        self.trainer.done = self._out_of_patience()
         self._record(values, seconds)
         self._pending = None
+        last = last or self.trainer.done
         if improved or step % self.config.checkpoint_every == 0 or last:
             self._save(best=improved)
+
+    def _out_of_patience(self) -> bool:
+        most = (self.config.patience or 0) * self.config.eval_every
+        return most > 0 and self.best is not None and self.trainer.step - self.best["step"] >= most
 
     def _validate(self, values: dict[str, Any]) -> bool:
         """Add the validation's result to the values; returns whether it is the best so far."""

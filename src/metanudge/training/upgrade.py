@@ -22,6 +22,7 @@ _UNRECORDED = "0.1"  # wrote no version
 # What version 0.1 did with data of the user's own where nothing else was said.
 _DATA_SETS_0_1 = ("mnist1d", "omniglot", "sinusoid")
 _TABLE_0_1 = {"delimiter": "','", "standardise": "false"}
+_STEP_0_1 = {"tasks": 16, "estimator": "fobmaml", "head": "fixed", "patience": 0}
 _FOLDER_0_1 = {"image_size": "28", "grey": "true"}
 
 
@@ -73,7 +74,7 @@ def upgrade(values: Mapping[str, Any], version: object, *, where: str) -> dict[s
         and isinstance(values.get("data_options", ""), str)
     ):
         data, options = values.get("data", ""), values.get("data_options", "")
-        return {**values, "data_options": _with(options, _defaults_0_1(data))}
+        return {**_STEP_0_1, **values, "data_options": _with(options, _defaults_0_1(data))}
     return dict(values)
 
 
