@@ -276,7 +276,7 @@ def test_the_verdict_on_nu_follows_the_rows() -> None:
         )
         return verdict.status, verdict.reason
 
-    assert judged({10: [2.5, 2.0, 0.5, 3.0], 50: [0.13, 0.1, 0.2, 1.0]})[0] == "reproduced"
+    assert judged({10: [2.5, 2.0, 1.5, 3.5], 50: [0.13, 0.1, 0.2, 1.0]})[0] == "reproduced"
     flat = judged({10: [0.5, 0.5, 0.5, 0.6], 50: [0.01, 0.01, 0.05, 0.9]})
     assert flat[0] == "partly"
     assert "amplifies the noise" in flat[1]

@@ -81,7 +81,9 @@ def landscape(learner: mn.MetaLearner, tasks: TaskBatch, solver: Solver | None =
             d = inner.zeros(inner.tasks) if solution is None else solution.displacement
             _, slope = inner.oracle().gradient(d)
             steps = torch.zeros(inner.tasks) if solution is None else solution.steps
-            parts.append((norm(d), norm(slope), steps, torch.linalg.eigvalsh(inner.hessian(d))))
+            lam = flatten({n: inner.problem.lam[n].expand_as(leaf) for n, leaf in d.items()})
+            curvature = torch.linalg.eigvalsh(inner.hessian(d) - torch.diag_embed(lam))
+            parts.append((norm(d), norm(slope), steps, curvature))
     return Landscape(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
