@@ -166,7 +166,7 @@ def _differences(
 def _flat(
     problem: Problem, batch: TaskBatch, estimator: Estimator, where: Where
 ) -> tuple[Tensor, Stats]:
-    ready = NuTuner().settled(estimator, problem, batch, **where)
+    ready = NuTuner().settled(estimator.on(problem), problem, batch, **where)
     g, stats = meta_gradient(problem, batch, estimator=ready, metrics=False, **where)
     return torch.cat([leaf.flatten() for leaf in g.values()]), stats
 

@@ -28,7 +28,7 @@ from metanudge.solvers import EXAMPLES, GradientDescent, Solver
 from metanudge.solvers.base import check_kind
 from metanudge.split import mean_over
 from metanudge.task import TaskBatch
-from metanudge.tuning import NuEstimate, NuTuner, is_automatic
+from metanudge.tuning import NuEstimate, NuTuner, Where, is_automatic
 
 
 class MetaLearner(Adapting):
@@ -201,21 +201,23 @@ class MetaLearner(Adapting):
         make = partial(make, recorder=self._choice.recorder(problem))
 
         def run(engine: Engine) -> tuple[Params, Stats]:
-            estimator = self.tuner.settled(
-                self.estimator, problem, batch, solver=solver, engine=engine, seed=draw, first=first
-            )
+            estimator = self.estimator.on(problem)
+            if automatic := estimator.automatic:
+                where = Where(solver=solver, engine=engine, seed=draw, first=first)
+                estimator = self.tuner.settled(estimator, problem, batch, **where)
 
             def of(part: TaskBatch, begin: int) -> tuple[Params, Stats]:
                 return make(part, estimator=estimator, engine=engine, first=first + begin)
 
             gradient, stats = of(batch, 0) if over is None else mean_over(over, batch, of)
-            return gradient, self.tuner.report(self.estimator, problem, stats)
+            return gradient, self.tuner.report(problem, stats) if automatic else stats
 
         return self._choice.run(problem, batch, self._wish(), run)
 
     def _count(self) -> None:
         """A meta-gradient was made, and has reached whom it was for."""
-        self.tuner.count()
+        if self.tuner.nu is not None:
+            self.tuner.count()
         self.calls += 1
 
     def __setattr__(self, name: str, value: Any) -> None:

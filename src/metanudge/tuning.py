@@ -59,7 +59,7 @@ from metanudge.estimators.run import check
 from metanudge.estimators.stencils import STENCILS
 from metanudge.estimators.total import MetaGradient, Stats
 from metanudge.params import Params, norm
-from metanudge.problem import Problem, TwoLevels
+from metanudge.problem import Problem
 from metanudge.solvers.base import Solver, check_count, check_positive
 from metanudge.task import TaskBatch
 
@@ -292,7 +292,6 @@ class NuTuner:
         """The estimator with the ν to use now, after a look at the first few of the tasks where it
         is time for one.
         """
-        estimator = estimator.on(problem)
         if not is_automatic(estimator):
             return estimator
         made_for = (estimator, where["solver"])
@@ -342,12 +341,11 @@ class NuTuner:
         self.gradients += found.gradients
         return found
 
-    def report(self, estimator: Estimator, problem: TwoLevels, stats: Stats) -> Stats:
+    def report(self, problem: Problem, stats: Stats) -> Stats:
         """The statistics of a meta-gradient, with how far those at neighbouring ε are apart, by all
         looks so far, where an ε was chosen.
         """
-        automatic = is_automatic(estimator.on(problem))
-        if stats.nu is not None or not automatic or self._disagreement is None:
+        if stats.nu is not None or self._disagreement is None:
             return stats
         return replace(stats, error=best_nu(ladder(problem), self._disagreement, order=2)[1])
 
@@ -393,4 +391,4 @@ class NuTuner:
 
 def is_automatic(estimator: Estimator) -> TypeGuard[FOBMAML | MAML]:
     """Whether an estimator leaves the choice of ν, or ε, to a tuner."""
-    return isinstance(estimator, FOBMAML | MAML) and estimator.automatic
+    return estimator.automatic

@@ -47,6 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         queries=1,
         data_options="splits=(1.0,0.0,0.0)",
         model="mlp",
+        head="fixed",
     )
     make_run(folder / "photo-run", pictures)
     make_run(folder / "sine-run", TrainConfig("sinusoid"))
@@ -159,7 +160,7 @@ def test_a_process_of_its_own(here: Path) -> None:
         ([*ANY_WAYS, "--shots", "5-1"], ["--shots 5-1 runs backwards", "1-5"]),
         ([*ANY_WAYS, "--shots", "1-2.5"], ["--shots '1-2.5'", "a range such as"]),
         (["mnist1d", "--shots", "1-99999"], ["shots=99999", "Lower shots"]),
-        (["mnist1d", "--ways", "3-10"], ["--ways 3-10", "--head prototypes"]),
+        (["mnist1d", "--ways", "3-10", "--head", "fixed"], ["--ways 3-10", "--head prototypes"]),
         (["sinusoid", "--head", "prototypes"], ["they are regression", "Leave --head out"]),
         (["mnist1d", "--head", "prototype"], ["--head", "prototypes"]),
         ([*ANY_WAYS, "--model", "torch.nn:Flatten"], ["linear layer called head", "Flatten"]),

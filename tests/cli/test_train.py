@@ -124,7 +124,7 @@ def test_your_own_data_from_a_folder_and_a_csv(here: Path) -> None:
     assert (
         call("train", "photos", "--data-options", options, *few, *TINY[2:], "--out", "images") == 0
     )
-    assert runs.read_config(here / "images").model == "conv4"
+    assert runs.read_config(here / "images").model == "conv4:channels=32"
 
 
 def bad_data(here: Path) -> None:

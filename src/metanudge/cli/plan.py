@@ -23,7 +23,16 @@ def run(argv: list[str]) -> int:
     config.check()
     if not config.data:
         raise UserError("What for? Name the data, as for metanudge train: metanudge plan mnist1d.")
-    from metanudge.training.room import plan_of_run  # loads torch, which --help must not wait for
+    # these load torch, which --help must not wait for
+    from metanudge.planning import plan
+    from metanudge.training import sources
+    from metanudge.training.device import computing_in, device_called
 
-    print(plan_of_run(config))
+    device = device_called(config.device)
+    config = sources.for_device(config, device)
+    source = sources.build_source(config, device=device)
+    config = sources.resolve(config, source)
+    learner = sources.build_learner(config, source)
+    with computing_in(config.precision, source.device):
+        print(plan(learner, source.batch(range(config.tasks))))
     return 0

@@ -36,6 +36,11 @@ class Estimator(ABC):
         """How many inner problems of one task it solves side by side where the engine can."""
         return 1
 
+    @property
+    def automatic(self) -> bool:
+        """Whether it leaves the choice of ν, or ε, to a tuner."""
+        return False
+
     def graphs(self, solver: Solver) -> int:
         """How many support gradients it holds with the graphs that made them: none where first
         derivatives are enough.

@@ -1,6 +1,4 @@
-"""`TrainConfig`: everything that decides how a run goes, as one plain dataclass. Loading it needs
-no torch.
-"""
+"""`TrainConfig`: all that decides how a run goes, as one dataclass. Loading it needs no torch."""
 
 from __future__ import annotations
 
@@ -126,9 +124,9 @@ class TrainConfig:
     """Change their query sets, too."""
 
     model: str = "auto"
-    """auto, conv1d, conv4, mlp, table, text or transformer with options (conv4:channels=32:
-    auto for your own pictures on a CPU, which are made small, image_size=small), a text classifier
-    as hf:FOLDER or hf:NAME, or your own as module:attribute.
+    """auto, conv1d, conv4, mlp, table, text or transformer with options (conv4:channels=32, the
+    choice for your own pictures on a CPU), a text classifier as hf:FOLDER or hf:NAME, or your own
+    as module:attribute.
     """
 
     head: Head = "auto"
@@ -281,19 +279,12 @@ class TrainConfig:
                 f"--lam {self.lam} is not a positive number. It ties a task to the initialisation;"
                 " the paper uses 2. maml, fomaml and reptile also take 0."
             )
-        positive = (
-            ("lam_lr", "It is a learning rate."),
-            ("rate_lr", "It is a learning rate."),
-            ("clip", "It is a norm."),
-        )
-        for name, why in positive:
-            value = getattr(self, name)
+        for name in ("lam_lr", "rate_lr", "clip"):
+            value, what = getattr(self, name), "norm" if name == "clip" else "learning rate"
             if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{flag(name)} {value} is not a positive number. {why}")
-        for own, learn, what in (
-            ("lam_lr", "learn_lam", "λ is"),
-            ("rate_lr", "learn_lr", "inner rates are"),
-        ):
+                raise UserError(f"{flag(name)} {value} is not a positive number. It is a {what}.")
+        owners = ("lam_lr", "learn_lam", "λ is"), ("rate_lr", "learn_lr", "inner rates are")
+        for own, learn, what in owners:
             if getattr(self, own) is not None and getattr(self, learn) == "none":
                 raise UserError(
                     f"{flag(own)} {getattr(self, own)} was given, but {what} not learned. Add"
@@ -302,10 +293,8 @@ class TrainConfig:
         if self.augment_query and self.augment == "none":
             raise UserError("--augment-query needs --augment. Say how tasks are to be changed.")
         if not self.patterns:
-            raise UserError(
-                f"--adapt {self.adapt!r} names no parameters. Use '*' for all, or a pattern of"
-                " names such as 'head.*'."
-            )
+            why = f"--adapt {self.adapt!r} names no parameters."
+            raise UserError(f"{why} Use '*' for all, or a pattern of names such as 'head.*'.")
         if self.support is not None and not (
             0 < self.support < 1 or (1 <= self.support < math.inf and self.support % 1 == 0)
         ):
@@ -313,16 +302,14 @@ class TrainConfig:
                 f"--support {self.support:g} is neither a fraction of a task's rows (0.5) nor a"
                 " number of them (5)."
             )
-        if self.iterations * self.tasks >= 1 << 63:
+        if self.iterations * (self.tasks or 16) >= 1 << 63:
             raise UserError(
                 f"--iterations {self.iterations} of --tasks {self.tasks} are more tasks than can be"
                 " numbered: 2**63. Use fewer."
             )
         if self.precision != "fp32" and self.dtype == "float64":
-            raise UserError(
-                f"--precision {self.precision} and --dtype float64 contradict each other. Leave one"
-                " of them out."
-            )
+            both = f"--precision {self.precision} and --dtype float64"
+            raise UserError(f"{both} contradict each other. Leave one of them out.")
 
     @property
     def patterns(self) -> list[str]:

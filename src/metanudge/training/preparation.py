@@ -23,6 +23,7 @@ from metanudge.engines.room import free_memory
 from metanudge.estimators import NonFiniteError
 from metanudge.learner import MetaLearner
 from metanudge.objective import Objective
+from metanudge.planning import plan
 from metanudge.solvers import GradientDescent, Solver
 from metanudge.task import describe
 from metanudge.tasks import Episodes
@@ -367,3 +368,19 @@ def _lines(file: str) -> list[str]:
 
 def _gib(size: int) -> str:
     return f"{size * 10 // 2**30 / 10:,.1f} GiB"
+
+
+def advice_of_plan(learner: MetaLearner, source: Episodes, tasks: int) -> str:
+    """What to change where a meta-step of so many tasks does not fit the device; empty where it
+    does, or where nobody can tell.
+    """
+    if source.device.type != "cuda":
+        return ""
+    try:
+        batch = source.batch(range(max(1, tasks)))
+        own = plan(learner, batch, estimators=[learner.estimator], timed=False)
+        return plan(learner, batch, timed=False).advice if own.advice else ""
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, StopIteration):
+        return ""
+    finally:
+        torch.cuda.empty_cache()

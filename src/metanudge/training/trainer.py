@@ -41,7 +41,14 @@ from metanudge.training.errors import (
 from metanudge.training.files import RunLock
 from metanudge.training.loop import OutOfMemory, Surroundings, Trainer, load_weights, weights_of
 from metanudge.training.metrics import MetricsLog
-from metanudge.training.preparation import claim, make_plan, make_trainer, read_data, try_out
+from metanudge.training.preparation import (
+    advice_of_plan,
+    claim,
+    make_plan,
+    make_trainer,
+    read_data,
+    try_out,
+)
 from metanudge.training.progress import (
     ConsoleReporter,
     DivergenceWatch,
@@ -50,7 +57,6 @@ from metanudge.training.progress import (
     Reporter,
     memory_used,
 )
-from metanudge.training.room import advice_of_plan
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
 from metanudge.training.sinks import Sink, open_sink
 from metanudge.training.summary import Outcome, compared, facts, result_table, tested, write_summary
