@@ -46,7 +46,7 @@ LAYER = {unit: height for height, units in enumerate(LAYERS) for unit in units}
 # Units beside the layers, and all they may know of the package; only `training` and what stands on
 # it may import them.
 APART: dict[str, set[str]] = {
-    "optim": set(),
+    "optim": {"spread"},
     "prototypes": set(),
     "models": {"names", "prototypes"},
     "tasks": {"names", "task"},

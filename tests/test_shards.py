@@ -61,6 +61,10 @@ CASES: dict[str, dict[str, Any]] = {
         "estimator": mn.MAML(products="difference", epsilon=1e-4),
         "learn_lam": "tensor",
     },
+    "learned rates": {
+        "estimator": mn.MAML(products="difference", epsilon=1e-4),
+        "learn_lr": "tensor",
+    },
     "fixed λ per entry": {"estimator": mn.FOBMAML(nu=0.05, unshrink=True), "lam": "entries"},
     "shared layers": {"estimator": mn.FOBMAML(nu=0.05), "adapt": "4.*"},
     "shared, MAML": {"estimator": mn.MAML(products="difference", epsilon=1e-4), "adapt": "4.*"},
@@ -218,6 +222,7 @@ def refusals(learner: mn.MetaLearner, rank: int) -> dict[str, str]:
             TypeError, lambda: learner_of(model, regulariser=lambda phi, theta: phi["0.bias"].sum())
         ),
         "λ per entry": refused(ValueError, lambda: learner_of(model, learn_lam="parameter")),
+        "rate per entry": refused(ValueError, lambda: learner_of(model, learn_lr="parameter")),
         "two axes": refused(TypeError, lambda: learner.backward(tasks(), over="tasks")),
         "few tasks": refused(
             ValueError, lambda: learner.backward(tasks(1), over=torch.distributed.group.WORLD)
@@ -289,6 +294,7 @@ def test_it_trains_evaluates_and_refuses_like_one_process() -> None:
             "operator": "lam as an operator",
             "regulariser": "a regulariser",
             "λ per entry": 'learn_lam="tensor"',
+            "rate per entry": 'learn_lr="tensor"',
             "two axes": "got 'tasks'",
             "few tasks": "1 tasks cannot be split over 2 ranks",
             "factor": "set_gradient_divide_factor(1)",

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from metanudge.spread import gathered
+
 __all__ = ["SNGDM", "ClippedGD", "NormalizedGD", "global_norm"]
 
 
@@ -42,8 +44,7 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     # Apple's GPUs lack float64
     dtype = torch.float32 if any(t.device.type == "mps" for t in tensors) else torch.float64
     norms = [torch.linalg.vector_norm(t, dtype=dtype).to(device) for t in tensors]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
+    return gathered(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 class _GlobalNormOptimizer(Optimizer):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from metanudge.names import check_known
 from metanudge.params import Params, wide
 from metanudge.proximal.learned import ALL, register
+from metanudge.spread import is_spread, present
 
 RatePer = Literal["scalar", "tensor", "parameter", "step"]
 
@@ -68,6 +69,11 @@ class LearnedRates(nn.Module):
         self, what: InnerRates, lr: float, steps: int, parameters: Mapping[str, Tensor]
     ) -> None:
         super().__init__()
+        if what.per == "parameter" and any(map(is_spread, parameters.values())):
+            raise ValueError(
+                'learn_lr="parameter" is not served where the parameters are sharded over several'
+                ' ranks. Use learn_lr="tensor", "scalar" or "step".'
+            )
         self.what = what
         for name, p in parameters.items():
             shape = {"parameter": p.shape, "step": (steps,)}.get(what.per, ())
@@ -121,7 +127,10 @@ class Rates:
 
     def accumulate(self, gradient: Params, step: int, by_rate: Params, weight: float) -> None:
         """Add derivatives by the rates of a step to those of what is learned."""
+        spread = present()
         for name, leaf in by_rate.items():
+            if spread is not None:
+                leaf = spread.sum({name: leaf})
             if (whole := gradient.get(self._learned.key(name))) is not None:
                 target = self._at(step, whole)
                 # ∂/∂log r = r ∂/∂r

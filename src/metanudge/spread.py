@@ -50,10 +50,7 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
     """What of a whole tensor belongs to this process's part of another one of its shape."""
     if value.ndim == 0 or not is_spread(like):
         return value
-    from torch.distributed.tensor import distribute_tensor  # loaded already: `like` is one
-
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    return local(distribute_tensor(value, mesh, placements, src_data_rank=None))
+    return local(spread_like(value, like))
 
 
 def whole(part: Tensor, like: Tensor) -> Tensor:
@@ -68,6 +65,24 @@ def whole(part: Tensor, like: Tensor) -> Tensor:
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def spread_like(value: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank has all of, spread like another one; whole beside one of another
+    shape.
+    """
+    if not is_spread(like):
+        return value
+    from torch.distributed.tensor import Replicate, distribute_tensor  # loaded already
+
+    mesh, alike = like.device_mesh, value.shape == like.shape  # type: ignore[attr-defined]
+    places = like.placements if alike else [Replicate()] * mesh.ndim  # type: ignore[attr-defined]
+    return distribute_tensor(value, mesh, places, src_data_rank=None)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of a tensor; where it is spread, every rank must ask for it."""
+    return tensor.full_tensor() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -100,7 +115,8 @@ def at_rest(model: nn.Module) -> None:
     modules = sharded_modules(model)
     for module in modules:
         if module._get_fsdp_state()._training_state.name != "IDLE":
-            with suppress(RuntimeError):  # the root does it for all others
+            # the root does it for all others; torch before 2.13 has no way
+            with suppress(RuntimeError, AttributeError):
                 module.reset_iter_state()
     reshard(modules)
 
