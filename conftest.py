@@ -78,6 +78,8 @@ THOROUGH = (
     "test_shards.py::test_tensor_parallel",
     "test_sharded.py::test_torchrun_goes_on",
     "test_sharded.py::test_four_ranks",
+    "test_sharded_runs.py::test_from_four_ranks",
+    "test_sharded_runs.py::test_torchrun_goes_on",
     "test_distributed.py::test_torchrun_restarts",
     "test_distributed.py::test_one_two_and_four_ranks_agree",
     "test_stopping.py::test_two_ranks_leave",

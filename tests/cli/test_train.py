@@ -280,7 +280,7 @@ def test_a_full_disk_stops_the_run_with_a_message(
             here / "run", "could not be written: no space left on device", "Free some space."
         )
 
-    monkeypatch.setattr(CheckpointStore, "save", full)
+    monkeypatch.setattr(CheckpointStore, "add", full)
     assert call("train", "sinusoid", *TINY, "--out", "run") == 6
     said = capsys.readouterr().err
     assert "Traceback" not in said

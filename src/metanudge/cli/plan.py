@@ -23,6 +23,12 @@ def run(argv: list[str]) -> int:
     config.check()
     if not config.data:
         raise UserError("What for? Name the data, as for metanudge train: metanudge plan mnist1d.")
+    if config.shard > 1:
+        raise UserError(
+            f"--shard {config.shard}: metanudge plan looks at one process that has all of a model."
+            " Leave it out; memory for parameters is divided by the shards, that for activations"
+            " is not."
+        )
     # these load torch, which --help must not wait for
     from metanudge.planning import plan
     from metanudge.training import sources

@@ -21,7 +21,7 @@ from metanudge.version import __version__
 # What a resumed run may change: how far and where it goes, not what it computes.
 MAY_CHANGE = (
     "iterations", "patience", "test_tasks", "baselines", "checkpoint_every",
-    "device", "engine", "chunk", "compile", "tensorboard", "wandb",
+    "device", "engine", "chunk", "shard", "compile", "tensorboard", "wandb",
 )  # fmt: skip
 
 Schedule = Literal["constant", "cosine"]
@@ -45,7 +45,6 @@ TEXT = ("text", "label", "tokenizer", "encoder")
 @dataclass(frozen=True)
 class TrainConfig:
     """One training run. The defaults are the paper's MNIST-1D experiment.
-
     Solver, estimator, optimizer and model are written NAME:key=value,key=value.
 
     Example:
@@ -226,6 +225,9 @@ class TrainConfig:
     GPU as many as fit.
     """
 
+    shard: int = 1
+    """Divide the model among so many processes (torchrun, FSDP2), tasks among groups of so many."""
+
     compile: bool = True
     """On a GPU, build kernels and record meta-steps: much faster steps for up to half a minute at
     the start.
@@ -360,7 +362,7 @@ class TrainConfig:
     @classmethod
     def read(cls, file: Path) -> TrainConfig:
         """From a file that holds `to_json`'s result."""
-        return cls.from_json(read_text(file, limit=_MOST_BYTES), where=str(file))
+        return cls.from_json(read_text(file, limit=1 << 20), where=str(file))
 
     def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """The fields in which two configurations differ, with both values."""
@@ -368,10 +370,9 @@ class TrainConfig:
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
-_MOST_BYTES = 1 << 20  # of a configuration's file
 _LEAST = {
     "ways": 1, "shots": 1, "queries": 1, "iterations": 1, "tasks": 0, "seed": 0, "chunk": 1,
-    "metrics_every": 1, "patience": 0,
+    "shard": 1, "metrics_every": 1, "patience": 0,
     "eval_every": 0, "eval_tasks": 1, "test_tasks": 0, "checkpoint_every": 1,
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from metanudge.tasks import Episodes
 from metanudge.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from metanudge.training.checkpoint.sharded import hollow
 from metanudge.training.config import MAY_CHANGE, TrainConfig, flag
 from metanudge.training.device import changes
 from metanudge.training.errors import UserError
@@ -33,6 +34,11 @@ class Plan:
     named: bool = (
         True  # the user chose the folder; where not, `claim` adds a number to a name that is taken
     )
+
+    def hollow(self) -> Plan:
+        """What the other ranks get of it, see `checkpoint.sharded.hollow`."""
+        found = self.checkpoint and hollow(self.checkpoint)
+        return dataclasses.replace(self, checkpoint=found)
 
 
 def read_run(folder: Path, chosen: str, lock: RunLock) -> tuple[TrainConfig, Checkpoint | None]:
@@ -156,7 +162,7 @@ def say_what_differs(
     found = changes(plan.checkpoint.state.get("environment"), now)
     found += [
         f"{flag(n)} {getattr(plan.saved, n)} → {getattr(config, n)}"
-        for n in ("engine", "chunk")
+        for n in ("engine", "chunk", "shard")
         if getattr(plan.saved, n) != getattr(config, n)
     ]
     if found:

@@ -4,8 +4,10 @@ meta-step.
     torchrun --nproc-per-node=4 -m metanudge train omniglot
 
 Every rank holds θ and the optimizer, takes a contiguous slice of the tasks, and gets the sum of all
-ranks' meta-gradients; so all take the same step. Only rank 0 touches the run folder: what it reads,
-it sends to the others.
+ranks' meta-gradients; so all take the same step. With `--shard N` each N ranks hold one model
+together (see `shards`), and the learner splits the tasks over such groups. Only rank 0 touches the
+run folder: what it reads it hands out to the others, and what they hold they hand in when it
+writes, a tensor at a time.
 """
 
 from __future__ import annotations
@@ -13,20 +15,27 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from metanudge.estimators import NonFiniteError, Stats
 from metanudge.learner import MetaLearner
 from metanudge.optim import global_norm
 from metanudge.params import Params
-from metanudge.training.errors import CODES, Interrupted, UserError
+from metanudge.spread import spread_like
+from metanudge.training.errors import (
+    CODES,
+    CheckpointError,
+    Interrupted,
+    StopTraining,
+    UserError,
+)
 
 T = TypeVar("T")
 
@@ -42,11 +51,13 @@ class Group:
     Attributes:
         job: what rank 0 knows the torchrun job by, over all its restarts; None where nothing
             restarts it.
+        mesh: tasks × shards, where several ranks hold one model together.
     """
 
     rank: int = 0
     world: int = 1
     job: str | None = None
+    mesh: Any = None
 
     @classmethod
     def from_environment(cls) -> Group:
@@ -75,22 +86,78 @@ class Group:
         """Whether this process writes the files and talks to the user."""
         return self.rank == 0
 
-    def share(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on every rank; what it refuses (`UserError`), every rank refuses."""
+    @property
+    def shards(self) -> int:
+        """How many ranks hold one model together; they compute everything together."""
+        return 1 if self.mesh is None else int(self.mesh.size(1))
+
+    @property
+    def over(self) -> Any:
+        """Where models are sharded, the ranks over which a learner splits the tasks; None where
+        there is one model only.
+        """
+        return None if self.world == self.shards or self.mesh is None else self.mesh["tasks"]
+
+    def share(self, make: Callable[[], T], sent: Callable[[T], T] = lambda made: made) -> T:
+        """What rank 0 makes, on every rank; what it refuses (`UserError`), every rank refuses.
+
+        Args:
+            sent: what the others get of it.
+        """
         if self.world == 1:
             return make()
-        message: list[Any] = [None]
+        message: list[Any] = [None, None]
+        if not self.leads:
+            dist.broadcast_object_list(message)
+            if message[0] is not None:
+                raise message[0]
+            return message[1]
+        try:
+            made = make()
+            message = [None, sent(made)]
+        except Exception as error:
+            known = isinstance(error, (CheckpointError, StopTraining))
+            dist.broadcast_object_list([error if known else UserError(str(error)), None])
+            raise
+        dist.broadcast_object_list(message)
+        return made
+
+    def hand_out(self, value: Tensor, like: Tensor) -> Tensor:
+        """A tensor of rank 0's on every rank, spread like another one where that is; the other
+        ranks give one of its shape without values, on the meta device.
+        """
+        if self.world > 1:
+            value = (
+                value.to(like.device) if self.leads else torch.empty_like(value, device=like.device)
+            )
+            dist.broadcast(value, 0)
+        return spread_like(value, like)
+
+    def hand_to(self, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+        """Put tensors of rank 0's, of the names and shapes that a module has, into it."""
+        own = module.state_dict()
+        module.load_state_dict({n: self.hand_out(saved[n], like) for n, like in own.items()})
+
+    def hand_in(self, contents: Mapping[str, Iterable[Any]], write: Callable[[], None]) -> None:
+        """Have rank 0 write what all ranks hold together: as it goes through the contents, they
+        give their parts. What stops it, stops all.
+        """
+        failure: list[Exception] = []
         if self.leads:
             try:
-                message = [("value", make())]
+                write()
             except Exception as error:
-                dist.broadcast_object_list([("error", str(error))])
-                raise
-        dist.broadcast_object_list(message)
-        kind, value = message[0]
-        if kind == "error":
-            raise UserError(value)
-        return value
+                failure = [error]
+        if self.world > 1:
+            for chunks in contents.values():
+                for _ in chunks:  # on rank 0 what it did not come to
+                    pass
+
+        def outcome() -> None:
+            for error in failure:
+                raise error
+
+        self.share(outcome)
 
     def one_after_the_other(self, make: Callable[[], T]) -> T:
         """Rank 0 makes it first (and fills caches), then the others."""
@@ -100,12 +167,14 @@ class Group:
 
     def slice(self, count: int) -> range:
         """Which of `count` things are this rank's: a contiguous range, empty where there are more
-        ranks than things.
+        ranks than things. Where models are sharded, every rank is given all of them.
 
         Example:
             >>> [list(Group(rank, 3).slice(4)) for rank in range(3)]
             [[0], [1], [2, 3]]
         """
+        if self.shards > 1:
+            return range(count)
         return range(count * self.rank // self.world, count * (self.rank + 1) // self.world)
 
     def reduce(
@@ -130,7 +199,9 @@ class Group:
         return summed, dict(zip(values, pieces[-1].tolist(), strict=True))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a CPU tensor over all ranks."""
+        """The sum of a CPU tensor over all ranks; of those that hold one model together, one."""
+        if self.rank % self.shards:
+            tensor = torch.zeros_like(tensor)
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -192,7 +263,7 @@ def combine(
     """
     extra = [f"query_{name}" for name in learner.metrics] if measured else []
     means = (*(_QUERY if measured else ()), *extra, *_INNER)
-    if group.world > 1:
+    if group.world > 1 and group.shards == 1:
         return _reduced(share, group, learner, tasks, means, signal)
     if share.failure is not None:
         raise share.failure
@@ -202,6 +273,7 @@ def combine(
     assert share.stats is not None
     names = (*means, "nu", "error", "gradient_norm")
     values = {name: _value(share.stats, name) for name in names}
+    signal = group.agree(signal)
     return share.gradient, values | _told(share.stats.nudged), signal
 
 

@@ -110,8 +110,11 @@ class StopTraining(Exception):
     """
 
     def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
+        super().__init__(message, code)  # both: it is sent to other ranks
         self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class CheckpointError(RuntimeError):
@@ -196,7 +199,7 @@ class StopRequest:
         return CODES[self.signal]
 
     @contextmanager
-    def interruptible(self, patience: float = 0.0) -> Iterator[None]:
+    def interruptible(self, patience: float | None = 0.0) -> Iterator[None]:
         """A block with a patience of its own: a signal raises `Interrupted`, unless the block ends
         by itself before.
 

@@ -24,10 +24,12 @@ from metanudge.estimators import NonFiniteError
 from metanudge.evaluation import Evaluation
 from metanudge.learner import MetaLearner
 from metanudge.params import Params
+from metanudge.spread import at_rest, is_spread, local
 from metanudge.tasks import Episodes
 from metanudge.tasks.ahead import Ahead
 from metanudge.tasks.episodes import Split
 from metanudge.training.checkpoint import Checkpoint, CheckpointStore
+from metanudge.training.checkpoint.sharded import handed_out
 from metanudge.training.checkpoint.values import differences
 from metanudge.training.distributed import Group, Share, combine
 from metanudge.training.errors import (
@@ -174,11 +176,11 @@ class Trainer:
         names = list(self.learner.metrics)
         columns = torch.zeros(4 + 2 * len(names), count, dtype=torch.float64)
         self._obey()
-        for first in range(0, count, size * group.world):
-            begin = first + size * group.rank
+        for first in range(0, count, size * (group.world // group.shards)):
+            begin = first + size * (group.rank // group.shards)
             places = range(begin, min(begin + size, count))
             if len(places):
-                with suppress(Interrupted), stop.interruptible(PATIENCE):
+                with suppress(Interrupted), stop.interruptible(self._patience):
                     batch = self.source.batch(places, split)
                     result = self._with_memory(
                         partial(self.learner.evaluate, batch, seed=mix(self.course.seed, 4)),
@@ -204,10 +206,12 @@ class Trainer:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; `UserError` where it is of another model or optimizer."""
-        load_weights(self.learner, checkpoint)
+        group = self.around.group
+        load_weights(self.learner, checkpoint, group)
         state = checkpoint.state
         try:
-            self.optimizer.load_state_dict(state["optimizer"])
+            saved = handed_out(state["optimizer"], self.optimizer, group)
+            self.optimizer.load_state_dict(saved)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{checkpoint.folder} has no state for this optimizer ({error!r}). Resume from"
@@ -234,9 +238,9 @@ class Trainer:
             for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=True):
                 group["lr"] = lr * factor
         for name, parameter in self.learner.problem().meta_parameters.items():
-            parameter.grad = gradient[name].to(parameter)
+            parameter.grad = gradient[name].to(parameter.dtype)
         if self.course.clip is not None:
-            nn.utils.clip_grad_norm_(self.learner.parameters(), self.course.clip)
+            _clip(list(self.learner.parameters()), self.course.clip, values["gradient_norm"])
         values["lr"] = float(self.optimizer.param_groups[0]["lr"])
         if measured:
             values |= stiffness(self.learner) | inner_rates(self.learner)
@@ -258,11 +262,10 @@ class Trainer:
             then = range(now.start + tasks, now.stop + tasks)
             on_gpu = self.source.device.type == "cuda"
             batch = self._ahead.batch(now, then=then if on_gpu else None)
-            call = partial(
-                self.learner.meta_gradient, batch, metrics=measured, seed=seed, first=own.start
-            )
+            call = partial(self.learner.meta_gradient, batch, metrics=measured, seed=seed)
+            call = partial(call, first=own.start, over=group.over)
             try:
-                with stop.interruptible(PATIENCE):
+                with stop.interruptible(self._patience):
                     share = Share(
                         *self._with_memory(call, rows=len(own) * self.learner.estimator.width)
                     )
@@ -290,20 +293,28 @@ class Trainer:
             look = partial(learner.choose_nu, batch, seed=seed, rungs_at_once=max(1, own // few))
             before = tuner.state_dict()
             try:
-                with self.around.stop.interruptible(PATIENCE):
+                with self.around.stop.interruptible(self._patience):
                     found = self._with_memory(look, rows=max(own, few) * learner.estimator.width)
             except Interrupted:
                 tuner.load_state_dict(before)
                 return self.around.stop.signal
             return tuner.state_dict(), found
 
-        chosen = group.share(choose)
+        made = choose() if group.shards > 1 else None  # nobody can choose alone
+        chosen = group.share(choose if made is None else lambda: made)
         if not isinstance(chosen, tuple):
             assert chosen is not None
             raise Interrupted(chosen)
         state, found = chosen
         tuner.load_state_dict(state)
         tuner.last = found
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds after a signal that a meta-step or a batch is broken off; None: it is not, since
+        other ranks would wait for this one in the midst of it.
+        """
+        return None if self.around.group.shards > 1 else PATIENCE
 
     def _obey(self) -> None:
         """Stop if any rank was asked to; every rank must come by."""
@@ -340,18 +351,31 @@ class Trainer:
             )
 
 
+def _clip(parameters: list[nn.Parameter], most: float, norm: float) -> None:
+    """Scale gradients of a norm down to `most`, as `clip_grad_norm_` does where none is spread over
+    ranks.
+    """
+    if not any(is_spread(p) for p in parameters):
+        nn.utils.clip_grad_norm_(parameters, most)
+        return
+    for p in parameters:
+        if p.grad is not None:
+            local(p.grad).mul_(min(1.0, most / (norm + 1e-6)))
+
+
 class OutOfMemory(Exception):
     """One solve at a time is still too much; the message is torch's."""
 
 
 def weights_of(learner: MetaLearner) -> dict[str, Mapping[str, torch.Tensor]]:
     """What a checkpoint holds of a learner: the model, log λ and inner rates where learned."""
+    at_rest(learner.model)
     return {part: module.state_dict() for part, module in _parts(learner).items()}
 
 
-def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
+def load_weights(learner: MetaLearner, checkpoint: Checkpoint, group: Group | None = None) -> None:
     """Put a checkpoint's weights (stiffness, inner rates) into a learner; `UserError` names what
-    differs where they do not fit.
+    differs where they do not fit. Of a group's ranks, the first has their values.
     """
     for part, module in _parts(learner).items():
         saved, own = checkpoint.tensors.get(part, {}), module.state_dict()
@@ -362,7 +386,7 @@ def load_weights(learner: MetaLearner, checkpoint: Checkpoint) -> None:
                 f"The {what} has changed since {checkpoint.folder} was saved ({detail}). Resume "
                 "with the model it was trained with, or start a new run."
             )
-        module.load_state_dict(saved)
+        (group or Group()).hand_to(module, saved)
 
 
 def _parts(learner: MetaLearner) -> dict[str, nn.Module]:

@@ -5,7 +5,6 @@ that does not fit. Only `claim` writes.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import glob
 import itertools
@@ -18,13 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metanudge.engines import StackedEngine
+from metanudge.engines import StackedEngine, StackingError
 from metanudge.engines.room import free_memory
+from metanudge.engines.undisturbed import Guard, restored
 from metanudge.estimators import NonFiniteError
 from metanudge.learner import MetaLearner
-from metanudge.objective import Objective
 from metanudge.planning import plan
 from metanudge.solvers import GradientDescent, Solver
+from metanudge.spread import local
 from metanudge.task import describe
 from metanudge.tasks import Episodes
 from metanudge.tasks.ngrams import NGRAMS
@@ -34,7 +34,7 @@ from metanudge.training.continuing import Plan
 from metanudge.training.data import DataShapes
 from metanudge.training.device import device_called, environment
 from metanudge.training.distributed import Group
-from metanudge.training.errors import UserError, readable
+from metanudge.training.errors import UserError, readable, refused
 from metanudge.training.files import (
     LOCK,
     RunLock,
@@ -46,6 +46,7 @@ from metanudge.training.files import (
 )
 from metanudge.training.loop import Course, Surroundings, Trainer
 from metanudge.training.runs import CHECKPOINTS, CONFIG, METRICS, TIMING
+from metanudge.training.shards import check_sharded
 from metanudge.training.sinks import check_sink
 from metanudge.training.summary import check_summary
 from metanudge.tuning import NuTuner
@@ -131,6 +132,8 @@ def read_data(
     )
     check_data_fits(config, source, len(group.slice(config.tasks)))
     sources.check_splits(config, source)
+    if group.shards > 1:  # what is measured, they measure together
+        config = sources.resolve(config, source, group.mesh)
     # one for all ranks: it may hold what was measured
     config = group.share(lambda: sources.resolve(config, source))
     config = dataclasses.replace(config, out=str(plan.folder))
@@ -148,8 +151,11 @@ def make_trainer(
     config: TrainConfig, plan: Plan, source: Episodes, around: Surroundings
 ) -> Trainer:
     """A trainer where the run begins or goes on; its device is set up for bytes that repeat."""
-    learner = sources.build_learner(config, source)
-    check_solves_fit(config, source, len(around.group.slice(config.tasks)), learner)
+    learner = sources.build_learner(config, source, mesh=around.group.mesh)
+    with refused("", StackingError):  # by a model that is divided
+        check_solves_fit(config, source, len(around.group.slice(config.tasks)), learner)
+    if around.group.mesh is not None:
+        check_sharded(config, around.group)
     if plan.saved is None:
         check_steps(config.lam, learner.solver)
     groups = specs.parameter_groups(learner, config.lam_lr, config.rate_lr)
@@ -178,11 +184,11 @@ def try_out(learner: MetaLearner, source: Episodes, config: TrainConfig) -> str 
     """
     batch = source.batch([0])
     inputs, _ = batch[0].query
+    problem = learner.problem()
+    guard = Guard(problem)  # BatchNorm would note the batch's statistics
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            # a copy: BatchNorm would note the batch's statistics
-            objective = Objective(copy.deepcopy(learner.model), learner.loss)
-            outputs, _ = objective.output((inputs, None))
+        with restored(guard.restore), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            outputs, _ = problem.objective.output((inputs, None))
     except Exception as error:
         raise UserError(
             f"--model {config.model} cannot take the data, inputs of {describe(inputs)}: {error}"
@@ -285,7 +291,8 @@ def check_solves_fit(
     displacement, gradient) at the least.
     """
     solves = min(tasks * learner.estimator.width, _at_once(learner, source))
-    copies = 3 * sum(p.numel() * p.element_size() for p in learner.problem().parameters.values())
+    held = [local(p) for p in learner.problem().parameters.values()]
+    copies = 3 * sum(p.numel() * p.element_size() for p in held)
     _refuse_if_more(
         _data(config, source, tasks) | {f"{solves:,} solves side by side": int(solves * copies)},
         source,
@@ -374,7 +381,7 @@ def advice_of_plan(learner: MetaLearner, source: Episodes, tasks: int) -> str:
     """What to change where a meta-step of so many tasks does not fit the device; empty where it
     does, or where nobody can tell.
     """
-    if source.device.type != "cuda":
+    if source.device.type != "cuda" or learner.problem().spread is not None:
         return ""
     try:
         batch = source.batch(range(max(1, tasks)))

@@ -25,6 +25,7 @@ from metanudge.training.device import device_called
 from metanudge.training.errors import UserError, count, refused, spelled
 from metanudge.training.hf_models import build_classifier, with_adapters
 from metanudge.training.own_data import Folder, OwnSource, given_tasks, own_data, own_source
+from metanudge.training.shards import divided
 from metanudge.training.spec_language import Spec, known, normal
 from metanudge.training.specs import Shapes
 from metanudge.training.text_data import text_data
@@ -146,13 +147,16 @@ def check_splits(config: TrainConfig, source: Episodes) -> None:
 # The learner
 
 
-def build_learner(config: TrainConfig, shapes: Shapes, *, ways: int | None = None) -> MetaLearner:
+def build_learner(
+    config: TrainConfig, shapes: Shapes, *, ways: int | None = None, mesh: Any = None
+) -> MetaLearner:
     """The learner that a configuration describes, with its initial weights, on its device.
 
     Args:
         config: of the run.
         shapes: an episode source, or anything else that says what the tasks look like.
         ways: for how many classes a head of prototypes is made, if not those of the shapes.
+        mesh: over whose shards the model is divided.
     """
     device = device_called(config.device)
     solver, estimator = (
@@ -168,7 +172,8 @@ def build_learner(config: TrainConfig, shapes: Shapes, *, ways: int | None = Non
             model = with_adapters(model, config.peft)
         if config.head == "prototypes":
             model = _with_prototypes(model, config, ways or shapes.num_outputs)
-    model = model.to(device, getattr(torch, config.dtype)).train()
+    model = model.to(getattr(torch, config.dtype)).train()
+    model = model.to(device) if mesh is None else divided(model, mesh)
     loss: Loss = (
         torch.nn.functional.cross_entropy
         if shapes.kind == "classification"
@@ -222,9 +227,9 @@ def _inner_rates(word: LearnLr) -> InnerRates | None:
     return InnerRates(per, positive=not word.startswith("signed-"))
 
 
-def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
+def resolve(config: TrainConfig, source: Episodes, mesh: Any = None) -> TrainConfig:
     """The configuration with every choice written out in one fixed way: specs canonical, `auto`
-    decided, paths absolute.
+    decided, paths absolute. What is measured is measured by a model divided over a mesh.
     """
     data = find_data(config)
     if isinstance(source, Given):
@@ -247,7 +252,7 @@ def resolve(config: TrainConfig, source: Episodes) -> TrainConfig:
         **sizes,
         data_options=data.all_options(config.data_options, source),
         model=str(specs.parse_model(config.model, source)),
-        solver=_measured(config, source),
+        solver=_measured(config, source, mesh),
         estimator=str(specs.parse_estimator(config.estimator)),
         optimizer=str(specs.parse_optimizer(config.optimizer)),
         **_own(config),
@@ -267,7 +272,7 @@ def _own(config: TrainConfig) -> dict[str, Any]:
     return found
 
 
-def _measured(config: TrainConfig, source: Episodes) -> str:
+def _measured(config: TrainConfig, source: Episodes, mesh: Any) -> str:
     """The solver's spec with a number where its learning rate is to follow the curvature of the
     first tasks: where the user says lr=auto, and by default for given regression tasks.
     """
@@ -280,7 +285,7 @@ def _measured(config: TrainConfig, source: Episodes) -> str:
         return str(spec)
     plain = dataclasses.replace(config, solver=str(spec), learn_lr="none")
     try:
-        learner = build_learner(plain, source)
+        learner = build_learner(plain, source, mesh=mesh)
         learner.evaluate(source.batch(range(min(config.tasks, 8))), steps=1)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         if asked:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from metanudge.tasks import Episodes, Text
 from metanudge.tasks.episodes import Split
 from metanudge.tasks.images import is_picture
 from metanudge.training.config import TrainConfig
+from metanudge.training.data import DataShapes
 from metanudge.training.device import environment
 from metanudge.training.distributed import Group
 from metanudge.training.files import (
@@ -87,8 +88,39 @@ def facts(
         ),
         ("optimizer", f"{config.optimizer}, {config.schedule}, {config.iterations} meta-steps"),
         ("engine", ", ".join(filter(None, [f"{engine.name} ({why})", path]))),
-        ("device", where + (f"; {group.world} processes" if group.world > 1 else "")),
+        ("device", where + _processes(group)),
     ]
+
+
+def remarks(config: TrainConfig, device: torch.device) -> Iterator[str]:
+    """What a user may want to know before the first meta-step."""
+    if config.compile and device.type == "cuda":
+        yield (
+            "The first meta-steps build kernels for this GPU: up to half a minute, seconds where"
+            " they are cached."
+        )
+    if config.precision == "tf32" and device.type == "cpu":
+        yield (
+            "--precision tf32 is for NVIDIA GPUs and changes nothing on a CPU: this run computes in"
+            " fp32."
+        )
+
+
+def recorded(config: TrainConfig, source: Episodes, *, processes: int) -> dict[str, Any]:
+    """What the state of every checkpoint says of its run: by which program, where, how, on what."""
+    return {
+        "version": __version__,
+        "environment": environment(source.device, processes=processes),
+        "config": config.to_dict(),
+        "data_sha256": source.fingerprint(),
+        "shapes": DataShapes.of(source).to_dict(),
+    }
+
+
+def _processes(group: Group) -> str:
+    if group.world == 1:
+        return ""
+    return f"; {group.world} processes" + f", {group.shards} a model" * (group.shards > 1)
 
 
 def _own_parts(config: TrainConfig) -> list[tuple[str, str]]:
@@ -135,7 +167,12 @@ def tested(result: Evaluation) -> dict[str, Any]:
 
 
 def compared(
-    config: TrainConfig, source: Episodes, own: Tensor, split: Split = "test"
+    config: TrainConfig,
+    source: Episodes,
+    own: Tensor,
+    split: Split = "test",
+    *,
+    untrained: bool = True,
 ) -> Comparison | None:
     """A learner beside the baselines; None where none are asked for.
 
@@ -143,19 +180,20 @@ def compared(
         config: of the run.
         source: of the tasks.
         own: accuracy (regression: loss) of the learner on each of the first tasks of the split.
+        untrained: whether to compare with the untrained model as well, which then must fit here.
     """
     own_loss = (config.loss, config.query_loss) != ("auto", "same")
     if config.baselines == "none" or (own_loss and source.kind == "regression"):
         return None  # losses of two kinds cannot be compared
-    fresh = build_learner(config, source) if is_made(config.model) else None
+    fresh = build_learner(config, source) if untrained and is_made(config.model) else None
     kind = source.kind
 
-    def untrained(batch: TaskBatch) -> Tensor:
+    def as_it_began(batch: TaskBatch) -> Tensor:
         assert fresh is not None
         result = fresh.evaluate(batch)
         return result.accuracy if kind == "classification" else result.loss
 
-    adapts = None if fresh is None else untrained
+    adapts = None if fresh is None else as_it_began
     return Comparison(kind, own, measure(source, len(own), split, untrained=adapts))
 
 

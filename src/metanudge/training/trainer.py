@@ -20,11 +20,13 @@ from typing import Any
 import torch
 
 from metanudge.estimators import NonFiniteError
+from metanudge.spread import local
 from metanudge.training.checkpoint import CheckpointStore
+from metanudge.training.checkpoint.sharded import hollow
+from metanudge.training.checkpoint.store import contents_of
 from metanudge.training.config import TrainConfig
 from metanudge.training.continuing import Plan
-from metanudge.training.data import DataShapes
-from metanudge.training.device import computing_in, environment
+from metanudge.training.device import computing_in
 from metanudge.training.distributed import Group
 from metanudge.training.errors import (
     EXIT_CANNOT_WRITE,
@@ -58,10 +60,19 @@ from metanudge.training.progress import (
     memory_used,
 )
 from metanudge.training.runs import CHECKPOINTS, METRICS, TIMING
+from metanudge.training.shards import sharded
 from metanudge.training.sinks import Sink, open_sink
-from metanudge.training.summary import Outcome, compared, facts, result_table, tested, write_summary
+from metanudge.training.summary import (
+    Outcome,
+    compared,
+    facts,
+    recorded,
+    remarks,
+    result_table,
+    tested,
+    write_summary,
+)
 from metanudge.training.trust import named_code
-from metanudge.version import __version__
 
 
 def train(
@@ -81,13 +92,17 @@ def train(
         stop.patience = 0.0  # until something is written
         group = Group.from_environment()
         reporter = reporter or (ConsoleReporter() if group.leads else Quiet())
-        around = Surroundings(group, stop, reporter.note)
         try:
             with RunLock(reporter.note, job=group.job) as lock:
                 config.check()
-                plan = group.share(lambda: make_plan(config, resume, group, lock))
+                if config.shard > 1:
+                    group = sharded(group, config)
+                around = Surroundings(group, stop, reporter.note)
+                plan = group.share(lambda: make_plan(config, resume, group, lock), Plan.hollow)
                 config, source = read_data(config, plan, around, allow_changed_data)
                 trainer = make_trainer(config, plan, source, around)
+                if plan.checkpoint is not None:
+                    plan = plan.hollow()  # what was read need not be held to the end
                 with computing_in(config.precision, source.device):
                     share = config.tasks // group.world
                     if advice := advice_of_plan(trainer.learner, source, share):
@@ -120,6 +135,8 @@ class Training:
         self._products = products
         self.folder, self.resumed = Path(str(config.out)), plan.saved is not None
         self.learner, self.group = trainer.learner, trainer.around.group
+        several = f"torchrun --nproc-per-node={self.group.world} -m " * (self.group.shards > 1)
+        self._again = f"{several}metanudge train --resume {shlex.quote(str(self.folder))}"
         self.device = trainer.source.device
         self.store = CheckpointStore(self.folder / CHECKPOINTS)
         state = plan.checkpoint.state if plan.checkpoint is not None else {}
@@ -159,20 +176,12 @@ class Training:
 
     def run(self) -> None:
         """Train, test, write the summary."""
-        config, trainer, note = self.config, self.trainer, self.reporter.note
+        config, trainer = self.config, self.trainer
         about = facts(config, trainer.source, self.learner, self.group, self._products)
         where = str(self.folder) + (f" (resumed at step {trainer.step})" if self.resumed else "")
         self.reporter.begin([*about, ("run", where)], total=config.iterations, done=trainer.step)
-        if config.compile and self.device.type == "cuda":
-            note(
-                "The first meta-steps build kernels for this GPU: up to half a minute, seconds"
-                " where they are cached."
-            )
-        if config.precision == "tf32" and self.device.type == "cpu":
-            note(
-                "--precision tf32 is for NVIDIA GPUs and changes nothing on a CPU: this run"
-                " computes in fp32."
-            )
+        for remark in remarks(config, self.device):
+            self.reporter.note(remark)
         with self._stopping_in_order():
             if self._pending is not None:
                 self.saved_step = None  # the checkpoint lacks the validation's result
@@ -248,31 +257,25 @@ class Training:
             self.reporter.note(long)
 
     def _save(self, *, best: bool = False) -> None:
-        """Write a checkpoint of this step, unless there is one."""
-        step = self.trainer.step
-        if not self.group.leads or (self.saved_step == step and not best):
+        """Write a checkpoint of this step, unless there is one; all ranks of a model must come."""
+        step, together = self.trainer.step, self.group.shards > 1
+        if not (self.group.leads or together) or (self.saved_step == step and not best):
             return
-        assert self._log is not None
-        own = self.trainer.state()
-        state = {
-            "version": __version__,
-            "environment": environment(self.device, processes=self.group.world),
-            "config": self.config.to_dict(),
-            "data_sha256": self.trainer.source.fingerprint(),
-            "shapes": DataShapes.of(self.trainer.source).to_dict(),
-            "optimizer": own["optimizer"],
-            "lrs": own["lrs"],
-            "best": self.best,
-            "chunk": own["chunk"],
-            "tuner": own["tuner"],
-            "metrics_size": self._log.size,
-            "metrics_sha256": self._log.sha256,
-        }
+        about = recorded(self.config, self.trainer.source, processes=self.group.world)
+        state = about | self.trainer.state() | {"best": self.best}
+        if self._log is not None:
+            state |= {"metrics_size": self._log.size, "metrics_sha256": self._log.sha256}
         if self._pending is not None:
             state["pending"] = self._pending
-        with self._writing():
-            self._log.sync()
-            self.store.save(step, weights_of(self.learner), state, best=best)
+        contents = contents_of(weights_of(self.learner), state, spread=together)
+
+        def write() -> None:
+            assert self._log is not None
+            with self._writing():
+                self._log.sync()
+                self.store.add(step, contents, best=best)
+
+        (self.group if together else Group()).hand_in(contents, write)
         self.saved_step = step
 
     def _finish(self) -> None:
@@ -281,14 +284,17 @@ class Training:
         beside = None
         if self.config.test_tasks:
             if self.best is not None:
-                load_weights(self.learner, self.group.share(lambda: self.store.load("best")))
+                found = self.group.share(lambda: self.store.load("best"), hollow)
+                load_weights(self.learner, found, self.group)
             result = self.trainer.evaluate("test", self.config.test_tasks)
             test = tested(result)
             if self.group.leads:
                 classes = self.trainer.source.kind == "classification"
                 own = result.accuracy if classes else result.loss
                 with self.trainer.around.stop.interruptible(PATIENCE):
-                    beside = compared(self.config, self.trainer.source, own)
+                    beside = compared(
+                        self.config, self.trainer.source, own, untrained=self.group.shards == 1
+                    )
         if not self.group.leads:
             return
         seconds = time.monotonic() - self._began
@@ -319,8 +325,7 @@ class Training:
             name = "Interrupted" if stopped.code == EXIT_SIGINT else "Asked to stop"
             trust = " --trust" if named_code(self.config) else ""
             raise StopTraining(
-                f"{name}. Meta-step {self.trainer.step} is saved; go on with: metanudge train"
-                f" --resume {shlex.quote(str(self.folder))}{trust}",
+                f"{name}. Meta-step {self.trainer.step} is saved; go on with: {self._again}{trust}",
                 stopped.code,
             ) from stopped
         except NonFiniteError as error:
@@ -330,7 +335,9 @@ class Training:
                 EXIT_NOT_FINITE,
             ) from error
         except OutOfMemory as error:
-            saved, engine = self._save_if_sound(), self.trainer.engine()
+            # ranks that hold the same model may be in the midst of the meta-step
+            saved = self._save_if_sound() if self.group.shards == 1 else self._kept()
+            engine = self.trainer.engine()
             fix = (
                 "Use --engine inplace"
                 if engine == "stacked" and "inplace" in self.learner.estimator.engines
@@ -338,8 +345,8 @@ class Training:
             )
             raise StopTraining(
                 f"Out of memory at meta-step {self.trainer.step + 1}, one solve at a time"
-                f" ({error}). {saved} {fix}, --precision bf16, fewer --shots or --queries, or a"
-                f" device with more memory. {self._planned()}".rstrip(),
+                f" ({error}). {saved} {fix}, --precision bf16, fewer --shots or --queries, a device"
+                f" with more memory, or several (--shard). {self._planned()}".rstrip(),
                 EXIT_OUT_OF_MEMORY,
             ) from error
 
@@ -352,14 +359,18 @@ class Training:
     def _save_if_sound(self) -> str:
         """Save the present state unless θ itself is broken; says what was done."""
         step = self.trainer.step
-        if not all(bool(torch.isfinite(p).all()) for p in self.learner.parameters()):
-            before = f"step {self.saved_step}" if self.saved_step is not None else "none"
-            return (
-                f"θ itself is not finite after meta-step {step}, so no checkpoint was written"
-                f" (the last one: {before})."
-            )
+        sound = all(bool(torch.isfinite(local(p)).all()) for p in self.learner.parameters())
+        if self.group.shards > 1:
+            sound = self.group.agree(int(not sound)) is None
+        if not sound:
+            return f"θ itself is not finite after meta-step {step}: not saved. {self._kept()}"
         self._save()
         return f"The state after meta-step {step} is saved in {self.folder}."
+
+    def _kept(self) -> str:
+        if self.saved_step is None:
+            return "No checkpoint was written yet."
+        return f"The checkpoint of meta-step {self.saved_step} is intact."
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -381,16 +392,8 @@ class Training:
                 if isinstance(error, CheckpointError)
                 else f"{self.folder} cannot be written ({error.strerror or error})."
             )
-            kept = (
-                f"The checkpoint of meta-step {self.saved_step} is intact."
-                if self.saved_step is not None
-                else "No checkpoint was written yet."
-            )
             raise StopTraining(
-                f"Stopped at meta-step {step}. {what} {kept} When there is space, go on with: "
-                f"metanudge train --resume {shlex.quote(str(self.folder))}",
+                f"Stopped at meta-step {step}. {what} {self._kept()} When there is space, go on"
+                f" with: {self._again}",
                 EXIT_CANNOT_WRITE,
             ) from error
-
-
-__all__ = ["Trainer", "Training", "train"]

@@ -84,11 +84,11 @@ def gone_on(folder: Path) -> list[Any]:
     results = [values(learner, optimizer)]
     train(learner, optimizer, 2)
     results.append(values(learner, optimizer))
-    with pytest.raises(CheckpointError, match=r"of another shape: learner/model.0.weight \(6, 4\)"):
+    with pytest.raises(CheckpointError, match=r"of another shape: model.0.weight \(6, 4\)"):
         load_sharded(folder, *made(width=5))
-    with pytest.raises(CheckpointError, match="2 groups of other parameters than this one's 1"):
+    with pytest.raises(CheckpointError, match="has no state for this optimizer"):
         load_sharded(folder, learner, torch.optim.SGD(learner.parameters(), lr=0.1))
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="the folder exists already"):
         save_sharded(folder, learner)
     return results
 

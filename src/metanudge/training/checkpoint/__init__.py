@@ -14,8 +14,8 @@ the format.
     model.load_state_dict(checkpoint.tensors["model"])
     optimizer.load_state_dict(checkpoint.state["optimizer"])
 
-Models that are spread over ranks have checkpoints of their own, in
-`metanudge.training.checkpoint.sharded`; loading torch's code for them takes time.
+Models that are spread over ranks have the same checkpoints, by `metanudge.training.checkpoint.
+sharded`: what is on the disk is whole.
 
 Three parts: values (`pack`, `unpack`); files that vouch for themselves; folders,
 one (`save`, `load`) and many (`CheckpointStore`).

@@ -1,36 +1,29 @@
-"""Checkpoints of learners whose model is spread over ranks: every rank writes and reads its own
-part, by `torch.distributed.checkpoint`.
+"""Checkpoints of learners whose model is spread over ranks. On the disk they are like all others:
+what was written on some ranks is read on any other number of them, or in one process, whole.
 
-What was written on some ranks can be read on any other number of them, or in one process, into a
-model that is sharded otherwise or not at all. All ranks must see one file system. Unlike the other
-checkpoints these hold a pickle, torch's index of the tensors: read none that a stranger wrote.
+Rank 0 alone writes and reads, so only it must see the folder. Tensors are gathered and handed out
+one at a time: what is written need not fit into any process, and what is read only into rank 0's
+host memory.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor
 
 from metanudge.learner import MetaLearner
 from metanudge.spread import at_rest
-from metanudge.training.checkpoint import files
-from metanudge.training.checkpoint.values import differences, pack, unpack
+from metanudge.training.checkpoint.store import Checkpoint, contents_of, load, put
+from metanudge.training.checkpoint.values import differences
+from metanudge.training.distributed import Group
 from metanudge.training.errors import CheckpointError
-from metanudge.training.files import temporary_name
-
-EXTRA = "_extra_state"  # as torch names what a module has beside tensors
 
 
 def save_sharded(
@@ -47,52 +40,19 @@ def save_sharded(
     Example:
         >>> import tempfile
         >>> runs = tempfile.TemporaryDirectory()
-        >>> learner = MetaLearner(nn.Linear(2, 1), nn.functional.mse_loss)
+        >>> learner = MetaLearner(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
         >>> optimizer = torch.optim.Adam(learner.parameters())
         >>> save_sharded(Path(runs.name) / "one", learner, optimizer, step=7, state={"seed": 3})
         >>> load_sharded(Path(runs.name) / "one", learner, optimizer)
         (7, {'seed': 3})
         >>> runs.cleanup()
     """
-    folder = Path(folder)
-    tensors, document = _taken_apart(learner, optimizer, dict(state or {}))
-    new, leads = _begun(folder)
-    with files.os_errors_explained(folder):
-        try:
-            with _alone_or_together() as how:
-                state_dict_saver.save(tensors, checkpoint_id=new, **how)
-            if leads:
-                text = json.dumps(document, allow_nan=False).encode()
-                written = files.write_file(new / files.STATE, [text])
-                files.put_in_place(new, folder, step=step, files={files.STATE: written})
-        except BaseException:
-            if leads:
-                files.remove(new)
-            raise
-    if _several():
-        dist.barrier()
-
-
-def _begun(folder: Path) -> tuple[Path, bool]:
-    """A new folder for what will be `folder`, made by rank 0 before any rank writes to it; and
-    whether this is rank 0. Where it cannot be made, all ranks raise.
-    """
-    leads = not _several() or dist.get_rank() == 0
-    begun: list[Any] = [temporary_name(folder), None]  # rank 0's, in every process
-    if leads:
-        try:
-            if folder.exists():
-                raise CheckpointError(folder, "exists already", "Give the name of a new folder.")
-            with files.os_errors_explained(folder):
-                files.ensure_folder(folder.parent)
-                files.disk.mkdir(begun[0])
-        except CheckpointError as error:
-            begun[1] = error
-    if _several():
-        dist.broadcast_object_list(begun)
-    if begun[1] is not None:
-        raise begun[1]
-    return begun[0], leads
+    at_rest(learner.model)
+    own = {"user": dict(state or {}), "optimizer": None}
+    if optimizer is not None:
+        own["optimizer"] = optimizer.state_dict()
+    contents = contents_of({"learner": learner.state_dict()}, own, spread=True)
+    _group().hand_in(contents, lambda: put(Path(folder), step, contents))
 
 
 def load_sharded(
@@ -105,117 +65,69 @@ def load_sharded(
 
     Nothing is changed where anything is missing or of another shape.
     """
-    folder = Path(folder)
-    manifest = files.read_manifest(folder)
-    if files.STATE not in manifest["files"] or not files.exists(folder):
-        raise files.damaged(folder, "is no checkpoint of save_sharded")
-    document = json.loads(files.read_verified(folder / files.STATE, manifest["files"][files.STATE]))
-    try:
-        known: Mapping[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:
-        raise files.damaged(folder, f"has no index that can be read ({error!r})") from error
-    parameters = _parameters(learner)
-    targets = {f"learner/{n}": torch.empty_like(t) for n, t in _tensors(learner).items()}
-    saved = {key: about.size for key, about in known.items() if key.startswith("learner/")}
-    if detail := differences({key: t.shape for key, t in targets.items()}, saved):
+    folder, group = Path(folder), _group()
+    found = group.share(lambda: load(folder), hollow)
+    saved, state = found.tensors.get("learner", {}), found.state
+    at_rest(learner.model)
+    shapes, was = (
+        {name: t.shape for name, t in one.items()} for one in (learner.state_dict(), saved)
+    )
+    if detail := differences(shapes, was):
         raise CheckpointError(
             folder,
             f"is of another learner ({detail})",
             "Make model and learner as they were when it was saved.",
         )
-    for key, about in known.items():
-        assert isinstance(about, TensorStorageMetadata)
-        if key.startswith("state/") or (optimizer is not None and key.startswith("optimizer/")):
-            like = parameters.get(key.partition("/")[2].rpartition("/")[0])
-            dtype = about.properties.dtype
-            if like is not None and like.shape == about.size:
-                targets[key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
-            else:
-                targets[key] = torch.empty(about.size, dtype=dtype)
-    try:
-        with _alone_or_together() as how:
-            state_dict_loader.load(targets, checkpoint_id=folder, **how)
-    except Exception as error:
-        raise files.damaged(folder, f"cannot be read ({error})") from error
-    packed = {n.removeprefix("state/"): t for n, t in targets.items() if n.startswith("state/")}
-    own: dict[str, Any] = unpack(packed, document)
     if optimizer is not None:
-        _put_back(folder, optimizer, own, targets, parameters)
-    with torch.no_grad():
-        for name, tensor in _tensors(learner).items():
-            tensor.copy_(targets[f"learner/{name}"])
-    learner.set_extra_state(targets[f"learner/{EXTRA}"])
-    return manifest["step"], own["user"]
+        try:
+            optimizer.load_state_dict(handed_out(state["optimizer"], optimizer, group))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                folder,
+                f"has no state for this optimizer ({error!r})",
+                "Make the optimizer as it was, or load without one.",
+            ) from error
+    group.hand_to(learner, saved)
+    return found.step, state["user"]
 
 
-def _taken_apart(
-    learner: MetaLearner, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]
-) -> tuple[dict[str, Tensor], Any]:
-    """All tensors under their names, and a JSON document of the rest."""
-    names: dict[Tensor, str] = {p: name for name, p in _parameters(learner).items()}
-    tensors = {f"learner/{n}": t for n, t in _tensors(learner).items()}
-    own: dict[str, Any] = {"user": state}
-    if optimizer is not None:
-        own["groups"] = [
-            {**group, "params": [names[p] for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        own["optimizer"] = {}
-        for parameter, kept in optimizer.state.items():
-            name = names[parameter]
-            inside = {key: value for key, value in kept.items() if isinstance(value, Tensor)}
-            tensors |= {f"optimizer/{name}/{key}": value for key, value in inside.items()}
-            own["optimizer"][name] = {key: kept[key] for key in kept if key not in inside}
-    packed, document = pack(own)
-    return tensors | {f"state/{key}": value for key, value in packed.items()}, document
+def handed_out(
+    saved: dict[str, Any], optimizer: torch.optim.Optimizer, group: Group
+) -> dict[str, Any]:
+    """A checkpoint's state of an optimizer, for this one's `load_state_dict`."""
+    parameters = [p for own in optimizer.param_groups for p in own["params"]]
+    numbers = [number for was in saved["param_groups"] for number in was["params"]]
+    like = dict(zip(numbers, parameters, strict=True))
+    return _mapped(saved, lambda number, value: group.hand_out(value, like[number]))
 
 
-def _put_back(
-    folder: Path,
-    optimizer: torch.optim.Optimizer,
-    own: dict[str, Any],
-    tensors: dict[str, Tensor],
-    parameters: Mapping[str, nn.Parameter],
-) -> None:
-    """The optimizer's groups and what it remembers of each parameter."""
-    names = {p: name for name, p in parameters.items()}
-    now = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    if (was := [group["params"] for group in own.get("groups", [])]) != now:
-        raise CheckpointError(
-            folder,
-            f"was saved with an optimizer of {len(was)} groups of other parameters than this one's"
-            f" {len(now)}",
-            "Make the optimizer as it was, or load without one.",
-        )
-    optimizer.state.clear()
-    for name, rest in own["optimizer"].items():
-        optimizer.state[parameters[name]] = dict(rest)
-    for key, value in tensors.items():
-        if key.startswith("optimizer/"):
-            name, _, entry = key.removeprefix("optimizer/").rpartition("/")
-            optimizer.state[parameters[name]][entry] = value
-    for group, saved in zip(optimizer.param_groups, own["groups"], strict=True):
-        group.update({option: saved[option] for option in saved if option != "params"})
+def hollow(checkpoint: Checkpoint) -> Checkpoint:
+    """What the other ranks get of a checkpoint that rank 0 has read: what is handed out tensor by
+    tensor has no values, only shapes.
+    """
+    tensors = {
+        name: {key: value.to("meta") for key, value in group.items()}
+        for name, group in checkpoint.tensors.items()
+    }
+    state = dict(checkpoint.state)
+    if state.get("optimizer") is not None:
+        state["optimizer"] = _mapped(state["optimizer"], lambda _, value: value.to("meta"))
+    return dataclasses.replace(checkpoint, tensors=tensors, state=state)
 
 
-def _parameters(learner: MetaLearner) -> dict[str, nn.Parameter]:
-    at_rest(learner.model)
-    return dict(learner.named_parameters())
+def _mapped(saved: dict[str, Any], change: Callable[[Any, Tensor], Tensor]) -> dict[str, Any]:
+    """An optimizer's state with other tensors in the place of those that may be large."""
+    state = {
+        number: {
+            key: change(number, value) if isinstance(value, Tensor) and value.ndim else value
+            for key, value in kept.items()
+        }
+        for number, kept in saved.get("state", {}).items()
+    }
+    return {**saved, "state": state}
 
 
-def _tensors(learner: MetaLearner) -> dict[str, Tensor]:
-    """Parameters and buffers, in their own memory."""
-    at_rest(learner.model)
-    return {n: t for n, t in learner.state_dict().items() if isinstance(t, Tensor)}
-
-
-@contextmanager
-def _alone_or_together() -> Iterator[dict[str, Any]]:
-    """What to tell torch; it need not warn that one process is alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield {"no_dist": not _several()}
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _group() -> Group:
+    if not (dist.is_available() and dist.is_initialized()):
+        return Group()
+    return Group(dist.get_rank(), dist.get_world_size())

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from metanudge.spread import is_spread
 from metanudge.training.checkpoint import files
 from metanudge.training.checkpoint.values import (
     check_tensor,
@@ -35,6 +36,8 @@ from metanudge.training.checkpoint.values import (
 )
 from metanudge.training.errors import CheckpointError
 from metanudge.training.files import temporary_name
+
+Contents = Mapping[str, Iterable[bytes | memoryview]]
 
 
 @dataclass(frozen=True)
@@ -81,16 +84,33 @@ def save(
         (tensor([1., 1.]), {'best_loss': inf})
         >>> runs.cleanup()
     """
-    folder = Path(folder)
-    # Everything that can be refused is refused before the disk is touched.
+    put(Path(folder), step, contents_of(tensors, state))
+
+
+def contents_of(
+    tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], *, spread: bool = False
+) -> Contents:
+    """What the files of a checkpoint hold, by their names. Everything that can be refused is
+    refused here, before the disk is touched.
+
+    Args:
+        spread: tensors may be spread over ranks (`DTensor`), all of which go through the contents.
+    """
     groups = _check_groups(tensors)
     packed, document = pack(dict(state))
     if packed:
         groups["state"] = packed
-    contents: dict[str, Iterable[bytes | memoryview]] = {
-        f"{group}.safetensors": encode_tensors(groups[group]) for group in groups
-    }
-    contents[files.STATE] = [json.dumps(document, allow_nan=False).encode()]
+    if not spread and any(is_spread(t) for named in groups.values() for t in named.values()):
+        raise TypeError(
+            "Tensors are spread over several ranks (DTensor), each of which has a part only. Use"
+            " save_sharded of metanudge.training.checkpoint.sharded, on all of them."
+        )
+    files_of = {f"{group}.safetensors": encode_tensors(named) for group, named in groups.items()}
+    return {**files_of, files.STATE: [json.dumps(document, allow_nan=False).encode()]}
+
+
+def put(folder: Path, step: int, contents: Contents) -> None:
+    """Write one checkpoint of these contents to a new folder."""
     new = temporary_name(folder)
     with files.os_errors_explained(folder):
         if folder.exists():
@@ -228,6 +248,10 @@ class CheckpointStore:
 
         Raises `CheckpointError` if it cannot be written; the earlier ones are then untouched.
         """
+        self.add(step, contents_of(tensors, state), best=best)
+
+    def add(self, step: int, contents: Contents, *, best: bool = False) -> None:
+        """The same of what `contents_of` gives."""
         # a step of 3.0 or True would give a name that is never found again
         step = operator.index(step)
         if step < 0:
@@ -237,7 +261,7 @@ class CheckpointStore:
         self._remove_leftovers()
         number = max((entry.number for entry in self.list()), default=0) + 1
         name = f"save-{number:06d}-step-{step}" + ("-best" if best else "")
-        save(self.root / name, step=step, tensors=tensors, state=state)
+        put(self.root / name, step, contents)
         self._prune()
 
     def load(self, name: str | int = "last") -> Checkpoint:

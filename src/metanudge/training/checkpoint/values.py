@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from metanudge.names import some
+from metanudge.spread import gathered, is_spread, local
 
 # The dtypes a checkpoint can hold, by their names in a safetensors file.
 DTYPES = {
@@ -211,7 +212,7 @@ def _layout(tensor: Tensor) -> list[int] | None:
     """The order of the axes in memory, slowest first, where the tensor is dense but not
     contiguous.
     """
-    if tensor.is_contiguous():
+    if is_spread(tensor) or tensor.is_contiguous():
         return None
     order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride()[axis])
     return order if tensor.permute(order).is_contiguous() else None
@@ -238,7 +239,7 @@ def differences(own: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[i
 
 def check_tensor(tensor: Tensor, where: str) -> None:
     """Refuse a tensor that the file cannot hold; `where` is its place, for the message."""
-    plain = tensor.detach()
+    plain = local(tensor).detach()
     if (
         type(plain) is not Tensor
         or plain.layout != torch.strided
@@ -248,8 +249,7 @@ def check_tensor(tensor: Tensor, where: str) -> None:
         kind = f"{type(plain).__name__}, {plain.layout}, {plain.device}"
         raise TypeError(
             f"{where} is a tensor without plain dense values ({kind}), which a checkpoint cannot"
-            " hold. Convert it first: to_dense(), dequantize(), full_tensor() or materialise it"
-            " (for sharded models: metanudge.training.checkpoint.sharded)."
+            " hold. Convert it first: to_dense(), dequantize() or materialise it."
         )
     if plain.dtype not in DTYPES:
         raise TypeError(
@@ -259,7 +259,8 @@ def check_tensor(tensor: Tensor, where: str) -> None:
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, tensor by tensor.
+    """The bytes of a safetensors file, tensor by tensor. One that is spread over ranks is gathered
+    when its turn comes: each of them must go through the file.
 
     The library's own writer either builds the whole file in memory or reports a full disk without
     its error code.
@@ -286,7 +287,7 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview
     yield len(text).to_bytes(8, "little") + text
     for name in ordered:
         if tensors[name].numel():
-            plain = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+            plain = gathered(tensors[name].detach()).resolve_conj().resolve_neg().cpu().contiguous()
             # A tensor of one element counts as contiguous whatever its stride, but only stride 1
             # can be seen as bytes.
             yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
