@@ -202,12 +202,31 @@ def in_use() -> dict[str, Any]:
     results["evaluated"] = learner.evaluate(tasks())
     learner(tasks(), seed=1).backward()
     results["by autograd"] = [full(p.grad) for p in learner.parameters()]
+    results["adapted"] = adapting(learner)
     results["λ"] = learner_of(sharded(), lam="entries").stiffness()["0.weight"].full_tensor()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     coarse = learner_of(sharded(perceptron().float(), mp_policy=policy), estimator=mn.FOMAML())
     results["bfloat16"] = [
         full(g) for g in coarse.meta_gradient(tasks().to(torch.float32))[0].values()
     ]
+    return results
+
+
+def adapting(learner: mn.MetaLearner) -> dict[str, Any]:
+    """What one user's support set makes of a model: within the block, as a state that is loaded,
+    and what is there afterwards.
+    """
+    support, (x, _) = tasks()[0].support, tasks()[0].query
+    model, results = learner.model.eval(), {}
+    before = [full(p).clone() for p in model.parameters()]
+    with learner.adapted(support, seed=3) as inside:
+        results["within"] = full(inside(x)).detach()
+    assert all(torch.equal(full(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    state = learner.adapted_state(support, seed=3)
+    results["spread"] = {isinstance(leaf, DTensor) for leaf in state.values()}
+    results["state"] = torch.cat([full(leaf).flatten() for leaf in state.values()])
+    model.load_state_dict(state, strict=False)
+    results["loaded"] = full(model(x)).detach()
     return results
 
 
@@ -271,15 +290,22 @@ def test_it_trains_evaluates_and_refuses_like_one_process() -> None:
         learner.backward(tasks())
         optimizer.step()
         optimizer.zero_grad()
+    trained = [p.detach().clone() for p in learner.parameters()]
     evaluated = learner.evaluate(tasks())
     learner(tasks(), seed=1).backward()
+    gradients = [full(p.grad) for p in learner.parameters()]
+    adapted = adapting(learner)
+    assert adapted.pop("spread") == {False}
     for rank in (first, second):
         # Adam divides gradients by their size: 1e-14 of noise in 1e-4, three times
-        for own, one in zip(rank["trained"], learner.parameters(), strict=True):
-            torch.testing.assert_close(own, one.detach(), rtol=0, atol=1e-9)
+        for own, one in zip(rank["trained"], trained, strict=True):
+            torch.testing.assert_close(own, one, rtol=0, atol=1e-9)
         torch.testing.assert_close(rank["evaluated"].loss, evaluated.loss, rtol=0, atol=1e-8)
-        for own, one in zip(rank["by autograd"], learner.parameters(), strict=True):
-            torch.testing.assert_close(own, full(one.grad), rtol=0, atol=1e-8)
+        for own, one in zip(rank["by autograd"], gradients, strict=True):
+            torch.testing.assert_close(own, one, rtol=0, atol=1e-8)
+        assert rank["adapted"].pop("spread") == {True}
+        for name, one in adapted.items():  # from parameters 1e-9 apart, see above
+            torch.testing.assert_close(rank["adapted"][name], one, rtol=0, atol=1e-8)
         torch.testing.assert_close(rank["λ"][0, :2], torch.tensor([1, 1 + 1 / 35]).double())
         told = rank["refused"]
         for name, part in {

@@ -10,11 +10,14 @@ meta-step over that of as many plain gradients as it takes; memory is the alloca
 Activations are what a forward and a backward pass take beside parameters where every gradient is
 dropped as soon as it is there; `beyond` are the bytes that the meta-step takes without them, a
 parameter that adapts; `extra_gib` is what it takes more than a plain step.
+
+Rows are saved one by one; the same command on the same commit and machine goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import statistics
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metanudge as mn
 from metanudge.estimators import Estimator
@@ -34,9 +38,14 @@ from metanudge.training.files import write_text
 from metanudge_lab.bench.timing import round_robin
 from metanudge_lab.device_memory import release
 from metanudge_lab.experiments.transformer_tasks import GPT
-from metanudge_lab.provenance import provenance
+from metanudge_lab.provenance import provenance, same_machine
 
 GIB = 2**30
+ATTENTION: dict[str, SDPBackend | None] = {
+    "torch's choice": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 ESTIMATORS: dict[str, Estimator] = {
     "fomaml": mn.FOMAML(),
     "fobmaml": mn.FOBMAML(nu=0.1),
@@ -127,9 +136,51 @@ def next_token(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(out.float(), targets)
 
 
-def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+class Rows:
+    """What a benchmark has measured, in a file that is written after each row; what the same code
+    has measured on the same machine is there already.
+    """
+
+    def __init__(self, file: Path, device: torch.device, **beside: Any) -> None:
+        self._file = file
+        self._found: dict[str, Any] = {"machine": provenance(device), **beside, "rows": []}
+        if file.exists():
+            before = json.loads(file.read_text(encoding="utf-8"))
+            if same_machine(before["machine"], self._found["machine"]):
+                self._found["rows"] = before["rows"]
+
+    def has(self, **key: Any) -> bool:
+        """Whether there is a row with these values."""
+        return any(key.items() <= row.items() for row in self._found["rows"])
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One more."""
+        print(json.dumps(row), flush=True)
+        self._found["rows"].append(row)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self._file, json.dumps(self._found, indent=1))
+
+
+def attending(attention: str) -> Any:
+    """Within, attention is computed in one way."""
+    backend = ATTENTION[attention]
+    return contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
+
+
+def measure(name: str, args: argparse.Namespace, device: torch.device, rows: Rows) -> None:
     """Rows of one case: each precision, number of steps and estimator."""
-    case, rows = CASES[name], list[dict[str, Any]]()
+    case = CASES[name]
+    size = {"sequences": args.sequences or case.rows, "length": args.tokens or case.length}
+    common = {"case": name, "tasks": args.tasks, "attention": args.attention, "rounds": args.rounds}
+    wanted = [
+        {**common, **size, "precision": precision, "steps": steps, "estimator": estimator}
+        for precision in case.precisions
+        for steps in args.steps
+        for estimator in args.estimators
+    ]
+    wanted = [key for key in wanted if not rows.has(**key)]
+    if not wanted:
+        return
     with torch.device(device):
         torch.manual_seed(0)
         model = case.build()
@@ -138,8 +189,8 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
 
     def tokens(seed: int) -> Tensor:
         chance = torch.Generator().manual_seed(seed)
-        size = (args.sequences or case.rows, (args.tokens or case.length) + 1)
-        return torch.randint(case.vocabulary, size, generator=chance).to(device)
+        shape = size["sequences"], size["length"] + 1
+        return torch.randint(case.vocabulary, shape, generator=chance).to(device)
 
     tasks = [mn.Task(tokens(2 * i), tokens(2 * i + 1)) for i in range(args.tasks)]
 
@@ -147,38 +198,28 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[d
         next_token(model, tasks[0].support).backward()
         model.zero_grad(set_to_none=True)
 
-    for precision in case.precisions:
-        inside: Precision = "bf16" if precision == "bf16" else "tf32"
-        if precision == "fp32":
-            inside = "fp32"
-        with computing_in(inside, device):
+    for key in wanted:
+        inside: Precision = "tf32" if key["precision"] == "bf16-true" else key["precision"]
+        with computing_in(inside, device), attending(args.attention):
             base, activations = _peak(plain, device), _activations(model, plain, device)
-            for steps in args.steps:
-                for estimator in args.estimators:
-                    row = {
-                        "case": name,
-                        "parameters": total,
-                        "adapting": adapting,
-                        "tokens": tasks[0].support.numel() - len(tasks[0].support),
-                        "precision": precision,
-                        "steps": steps,
-                        "tasks": args.tasks,
-                        "estimator": estimator,
-                        "plain_gib": base,
-                        "activations_gib": activations,
-                    }
-                    try:
-                        row |= _one(model, tasks, plain, case, estimator, steps, args, device)
-                        if base is not None and activations is not None:
-                            row["extra_gib"] = row["peak_gib"] - base
-                            row["beyond"] = (row["peak_gib"] - activations) * GIB / adapting
-                    except (torch.OutOfMemoryError, RuntimeError, mn.MetanudgeError) as error:
-                        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-                    print(json.dumps(row), flush=True)
-                    rows.append(row)
-                    model.zero_grad(set_to_none=True)
-                    release(device)
-    return rows
+            row = {
+                **key,
+                "parameters": total,
+                "adapting": adapting,
+                "tokens": size["sequences"] * size["length"],
+                "plain_gib": base,
+                "activations_gib": activations,
+            }
+            try:
+                row |= _one(model, tasks, plain, case, key, args, device)
+                if base is not None and activations is not None:
+                    row["extra_gib"] = row["peak_gib"] - base
+                    row["beyond"] = (row["peak_gib"] - activations) * GIB / adapting
+            except (torch.OutOfMemoryError, RuntimeError, mn.MetanudgeError) as error:
+                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        rows.add(row)
+        model.zero_grad(set_to_none=True)
+        release(device)
 
 
 def _one(
@@ -186,8 +227,7 @@ def _one(
     tasks: list[mn.Task],
     plain: Callable[[], None],
     case: Case,
-    estimator: str,
-    steps: int,
+    key: dict[str, Any],
     args: argparse.Namespace,
     device: torch.device,
 ) -> dict[str, Any]:
@@ -195,8 +235,8 @@ def _one(
         model,
         next_token,
         lam=case.lam,
-        solver=mn.GradientDescent(lr=case.lr, steps=steps),
-        estimator=ESTIMATORS[estimator],
+        solver=mn.GradientDescent(lr=case.lr, steps=key["steps"]),
+        estimator=ESTIMATORS[key["estimator"]],
         engine="inplace",
     )
     stats: list[mn.Stats] = []
@@ -275,18 +315,18 @@ def main() -> None:
     )
     parser.add_argument("--steps", nargs="+", type=int, default=[5])
     parser.add_argument("--tasks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="plain steps beside meta-steps")
+    parser.add_argument(
+        "--attention", choices=ATTENTION, default="torch's choice", help="flash and math are forced"
+    )
     parser.add_argument("--sequences", type=int, help="instead of the case's")
     parser.add_argument("--tokens", type=int, help="of a sequence, instead of the case's")
     parser.add_argument("--profile", action="store_true", help="print where a meta-step spends it")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    args.out.mkdir(parents=True, exist_ok=True)
     for name in args.cases:
-        rows = measure(name, args, device)
-        found = {"machine": provenance(device), "rows": rows}
-        write_text(args.out / f"large-{name}.json", json.dumps(found, indent=1))
+        measure(name, args, device, Rows(args.out / f"large-{name}.json", device))
         release(device)
 
 

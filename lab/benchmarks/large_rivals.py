@@ -7,6 +7,8 @@ and its data are a case of large.py. Every try is a process of its own, so that 
 memory harms no other. What a rival's gradient is worth is measured beside it: the same try in
 float64 on a small sibling against MAML unrolled by hand, since a recomputed forward pass can read
 other weights than the first one did, and says nothing.
+
+Rows are saved one by one; the same command on the same commit and machine goes on from there.
 """
 
 from __future__ import annotations
@@ -24,15 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from large import CASES, ESTIMATORS, GIB, Case, next_token
+from large import CASES, ESTIMATORS, GIB, Case, Rows, next_token
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metanudge as mn
-from metanudge.training.files import write_text
 from metanudge_lab.device_memory import release
-from metanudge_lab.provenance import provenance
 
 Step = Callable[[], None]  # leaves the meta-gradient in `.grad`
 Prepare = Callable[[nn.Module, mn.Task, float, int], Step]
@@ -295,14 +295,11 @@ def main() -> None:
     if args.one:
         print(MARK + json.dumps(measure(args, device)), flush=True)
         return
-    args.out.mkdir(parents=True, exist_ok=True)
-    rows = list[dict[str, Any]]()
+    rows = Rows(args.out / f"large-rivals-{args.case}.json", device, tries=TRIES)
     for contender in args.contenders:
         for way in args.tries[:1] if contender in FIRST_ORDER else args.tries:
-            rows.append(_in_own_process(args, contender, way))
-            print(json.dumps(rows[-1]), flush=True)
-            found = {"machine": provenance(device), "tries": TRIES, "rows": rows}
-            write_text(args.out / f"large-rivals-{args.case}.json", json.dumps(found, indent=1))
+            if not rows.has(**{"contender": contender, "try": way, "steps": args.steps}):
+                rows.add(_in_own_process(args, contender, way))
 
 
 if __name__ == "__main__":

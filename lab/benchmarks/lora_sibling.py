@@ -6,19 +6,21 @@ A small Llama, trained a little on Markov chains and rounded to bfloat16, with L
 float32. The reference is MAML unrolled by hand in float64 on the same weights, attention as matrix
 products, nothing recomputed. Estimators run in place as they do on large models: with gradient
 checkpointing and attention that has no second derivative.
+
+Rows are saved one by one; the same command on the same commit and machine goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import json
-from collections.abc import Iterator
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from large import Rows, attending
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,8 +28,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import metanudge as mn
 from metanudge.estimators import Estimator
 from metanudge.training.device import Precision, computing_in
-from metanudge.training.files import write_text
-from metanudge_lab.provenance import provenance
 
 SYMBOLS, LAM = 64, 0.1
 ESTIMATORS: dict[str, Estimator] = {
@@ -128,14 +128,6 @@ def in_float64(model: nn.Module, tasks: list[mn.Task], lr: float, steps: int) ->
     return total
 
 
-@contextlib.contextmanager
-def _computing(precision: str, attention: str, device: torch.device) -> Iterator[None]:
-    inside: Precision = "fp32" if precision == "fp32" else "tf32"
-    kernel = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if attention == "flash" else None
-    with computing_in(inside, device), kernel or contextlib.nullcontext():
-        yield
-
-
 def estimated(
     model: nn.Module, tasks: list[mn.Task], lr: float, steps: int, way: tuple[str, str], name: str
 ) -> tuple[Tensor, mn.Stats]:
@@ -155,17 +147,18 @@ def estimated(
         estimator=ESTIMATORS[name],
         engine="inplace",
     )
-    with _computing(*way, next(model.parameters()).device):
+    inside: Precision = "fp32" if way[0] == "fp32" else "tf32"
+    with computing_in(inside, next(model.parameters()).device), attending(way[1]):
         stats = learner.backward(tasks, metrics=False)
     found = [p.grad for p in adapters(model).values()]
     return torch.cat([g.flatten() for g in found if g is not None]), stats
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, rows: Rows) -> None:
     """Rows: adapters, inner rate, way of computing, estimator."""
     model = adapted_base(args)
     tasks = tasks_of(args.tasks, 0, args)
-    rows = list[dict[str, Any]]()
+    common = {"lam": LAM, "steps": args.steps, "tasks": args.tasks}
     for state in ("untrained", "moved"):
         if state == "moved":
             chance = torch.Generator().manual_seed(1)
@@ -173,36 +166,40 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for name, p in adapters(model).items():
                     if "lora_B" in name:
                         p.copy_(0.05 * torch.randn(p.shape, generator=chance))
-        for lr in args.lr:
-            reference = in_float64(model, tasks, lr, args.steps)
-            for way in WAYS:
-                for name in args.estimators:
-                    row = {
-                        "adapters": state,
-                        "lr": lr,
-                        "lam": LAM,
-                        "steps": args.steps,
-                        "tasks": args.tasks,
-                        "precision": way[0],
-                        "attention": way[1],
-                        "estimator": name,
-                        "reference_norm": float(reference.norm()),
-                    }
-                    try:
-                        found, stats = estimated(model, tasks, lr, args.steps, way, name)
-                    except (RuntimeError, mn.MetanudgeError) as error:
-                        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-                    else:
-                        cosine = torch.cosine_similarity(found.double(), reference, dim=0)
-                        row |= {
-                            "cosine": float(cosine),
-                            "norm_ratio": float(found.double().norm() / reference.norm()),
-                            "epsilon_or_nu": stats.nu,
-                            "estimated_error": stats.error,
-                        }
-                    print(json.dumps(row), flush=True)
-                    rows.append(row)
-    return rows
+
+        @cache
+        def reference(lr: float) -> Tensor:
+            return in_float64(model, tasks, lr, args.steps)
+
+        for lr, way, name in product(args.lr, WAYS, args.estimators):
+            key = {"adapters": state, "lr": lr, **common, "precision": way[0], "attention": way[1]}
+            key["estimator"] = name
+            if not rows.has(**key):
+                rows.add(
+                    {**key, **_compared(reference(lr), model, tasks, lr, args.steps, way, name)}
+                )
+
+
+def _compared(
+    reference: Tensor,
+    model: nn.Module,
+    tasks: list[mn.Task],
+    lr: float,
+    steps: int,
+    way: tuple[str, str],
+    name: str,
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"reference_norm": float(reference.norm())}
+    try:
+        found, stats = estimated(model, tasks, lr, steps, way, name)
+    except (RuntimeError, mn.MetanudgeError) as error:
+        return row | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    return row | {
+        "cosine": float(torch.cosine_similarity(found.double(), reference, dim=0)),
+        "norm_ratio": float(found.double().norm() / reference.norm()),
+        "epsilon_or_nu": stats.nu,
+        "estimated_error": stats.error,
+    }
 
 
 def main() -> None:
@@ -218,9 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     args = parser.parse_args()
     args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    args.out.mkdir(parents=True, exist_ok=True)
-    found = {"machine": provenance(args.device), "rows": measure(args)}
-    write_text(args.out / "lora-sibling.json", json.dumps(found, indent=1))
+    measure(args, Rows(args.out / "lora-sibling.json", args.device))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from metanudge.params import Params
 from metanudge.problem import Problem, is_constant
 from metanudge.setting import Setting, at_work
 from metanudge.solvers import GradientDescent, Solver
-from metanudge.spread import local
+from metanudge.spread import local, whole
 from metanudge.task import Batch, Task, TaskBatch
 from metanudge.tuning import NuTuner
 
@@ -111,7 +111,8 @@ class Adapting(Setting):
         for `load_state_dict(state, strict=False)`.
 
         Many users' adapters are kept in this way beside one model; of a PEFT model,
-        `model.save_pretrained(folder, state_dict=state)` saves one.
+        `model.save_pretrained(folder, state_dict=state)` saves one. Of parameters that are sharded
+        over ranks each rank has its part, as in the model's own `state_dict`.
 
         Args:
             support, steps, seed: as in `adapt`.
@@ -126,7 +127,10 @@ class Adapting(Setting):
         with at_work(self, compile=self.compiled) as problem:
             solver = self._ready_for(problem, _alone(support), steps)
             moved = _displacement(problem, support, solver, seed)
-            return {n: (p.detach() + moved[n]).to(p) for n, p in problem.parameters.items()}
+            return {
+                n: whole((local(p.detach()) + moved[n]).to(p.dtype), p)
+                for n, p in problem.parameters.items()
+            }
 
     def evaluate(self, tasks: Tasks, *, steps: int | None = None, seed: int = 0) -> Evaluation:
         """Adapt to every task's support set and measure on its query set. Changes nothing."""

@@ -108,8 +108,13 @@ class EngineChoice:
         if wish.engine == "inplace":
             return InplaceEngine(), "as asked"
         if problem.spread is not None:
-            _refuse_stacking(wish)
-            return InplaceEngine(), f"the parameters are spread over {problem.spread.ranks} ranks"
+            what = f"the parameters are spread over {problem.spread.ranks} ranks"
+            _refuse_stacking(wish, f"stacks whole parameters, but {what} (DTensor)")
+            return InplaceEngine(), what
+        if problem.quantised:
+            what = "the weights are quantised"
+            _refuse_stacking(wish, f"runs them through torch.func, but {what}")
+            return InplaceEngine(), what
         rows = wish.chunk if wish.chunk is not None else self.rows_for(problem, batch, wish)
         stacked = StackedEngine(rows)
         if wish.engine == "stacked":
@@ -156,15 +161,14 @@ class EngineChoice:
         return self._room[key]
 
 
-def _refuse_stacking(wish: Wish) -> None:
+def _refuse_stacking(wish: Wish, why: str) -> None:
     if wish.engine == "stacked" or "inplace" not in wish.estimator.engines:
         what = (
             'engine="stacked"' if wish.engine == "stacked" else f"{type(wish.estimator).__name__}"
         )
         raise StackingError(
-            f"{what} needs the stacked engine, which stacks whole parameters, but the model's are"
-            " spread over several ranks (DTensor). Use an estimator that runs in place (FOBMAML,"
-            ' FOMAML, Reptile, MAML(products="difference")) and leave engine out.'
+            f"{what} needs the stacked engine, which {why}. Use an estimator that runs in place"
+            ' (FOBMAML, FOMAML, Reptile, MAML(products="difference")) and leave engine out.'
         )
 
 

@@ -200,6 +200,15 @@ class Problem:
             }
         return frozenset(found)
 
+    @cached_property
+    def quantised(self) -> bool:
+        """Whether some weights are parameters of a class of their own. Their layers may pack them
+        for inference where no gradient is asked for, and give none from then on: those of
+        bitsandbytes do in evaluation mode.
+        """
+        kinds = {type(p) for p in self.objective.model.parameters()} - {nn.Parameter}
+        return any(nn.Parameter in kind.__mro__ for kind in kinds)
+
     @property
     def lam(self) -> Params:
         """λ of each parameter that adapts, 0-d or of its shape; a `TypeError` where the proximal

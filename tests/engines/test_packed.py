@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import metanudge as mn
@@ -184,3 +185,22 @@ def test_ten_bytes_a_parameter(unpacked: pytest.MonkeyPatch):
     assert peak() <= 8 * size + layer + activations
     unpacked.setattr(params, "LEAST_PACKED", 2**40)
     assert peak() > 13 * size, "two float32 copies and a whole gradient"
+
+
+def test_a_plan_for_a_cuda_device_asks_what_kernels_ask():
+    """Sums of tiles and a sample of them, and no pieces in float32."""
+    size = 4 * packed._PIECE
+    with FakeTensorMode():
+        d, theta, phi, g = (
+            torch.empty(size, dtype=torch.bfloat16, device="cuda") for _ in range(4)
+        )
+        moved, total = (Packed.zeros(d.shape, d.device) for _ in range(2))
+        with Allocations() as seen:
+            step = packed.Step()
+            step.take(moved, g, 0.1, torch.ones((), device="cuda"), last=False)
+            step.take(moved, g, 0.1, None, last=True)
+            packed.place(moved, theta, phi)
+            packed.add(total, moved, 1.0, None)
+    tiles = size // packed._TILE
+    assert seen.peak <= 4 * (1 + 4 + packed._SEEN) * tiles + 2**10
+    assert step._squares[1].device.type == "cuda"

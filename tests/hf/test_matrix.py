@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -169,10 +170,15 @@ def test_engines_agree_or_the_model_goes_in_place(family: str):
     assert float((a - b).norm() / b.norm()) < 1e-10
 
 
-@pytest.mark.parametrize("precision", ["autocast", "bfloat16"])
-@pytest.mark.parametrize("name", ESTIMATORS if EVERYTHING else ["gradient nudge"])
-@pytest.mark.parametrize("family", hf.MODELS if EVERYTHING else ["T5"])
-def test_in_fewer_bits(family: str, name: str, precision: str):
+IN_FEWER_BITS = (
+    list(product(hf.MODELS, KINDS, ESTIMATORS, ("autocast", "bfloat16")))
+    if EVERYTHING
+    else [("T5", "full", "gradient nudge", "autocast"), ("Llama", "LoRA", "loss nudge", "bfloat16")]
+)
+
+
+@pytest.mark.parametrize(("family", "kind", "name", "precision"), IN_FEWER_BITS)
+def test_in_fewer_bits(family: str, kind: str, name: str, precision: str):
     """bfloat16 has eight bits: a gradient's entries are off by 2⁻⁹ each, a difference's by 1/ν = 10
     times that, which leaves a cosine of 1 − 2e-4 where errors are independent; they are not quite.
     """
@@ -181,13 +187,14 @@ def test_in_fewer_bits(family: str, name: str, precision: str):
         estimator = mn.MAML(products="difference", epsilon=2e-2)
     tasks = hf.tasks_of(family)
     options: dict[str, Any] = {"lam": LAM, "solver": SOLVER, "estimator": estimator}
-    exact, _ = mn.MetaLearner(hf.model_of(family), engine="inplace", **options).meta_gradient(tasks)
+    model = hf.model_of(family, kind)
+    exact, _ = mn.MetaLearner(model, engine="inplace", **options).meta_gradient(tasks)
     dtype = torch.float32 if precision == "autocast" else torch.bfloat16
-    model = hf.model_of(family, dtype=dtype)
+    model = hf.model_of(family, kind, dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
         found, _ = mn.MetaLearner(model, engine="inplace", **options).meta_gradient(
             mn.TaskBatch.of(tasks).to(dtype)
         )
     cosine = float(torch.cosine_similarity(flat(found), flat(exact), dim=0))
-    print(f"{family}, {name}, {precision}: cosine {cosine:.4f}")
+    print(f"{family}, {kind}, {name}, {precision}: cosine {cosine:.4f}")
     assert cosine > 0.99

@@ -129,6 +129,17 @@ def test_estimates_are_compared_with_the_gradient_of_the_adaptation(
     assert rows[DIFFERENCE, "bf16"]["run"]
 
 
+def test_fewer_bits_are_compared_on_the_way_of_the_training() -> None:
+    """Up to the last point but one; a width of 8 has products of few terms, each 2⁻⁹ off."""
+    config = dataclasses.replace(SMALL, points=(0, 2, 4))
+    rows = transformer.measure({"part": "bits", "inner": 0.3, "seed": 0}, config, CPU)
+    assert [(row["iteration"], row["precision"]) for row in rows] == [
+        (step, precision) for step in (0, 2) for precision in ("bf16", "bf16-true")
+    ]
+    assert all(0.9 < row["cosine"] < 1 - 1e-7 for row in rows)
+    assert all(row["nu"] > row["nu_in_float32"] for row in rows), "coarser, so larger nudges"
+
+
 def test_gradients_spent_are_those_that_were_taken() -> None:
     """K = 3: 3·3 + 1 for each task of a meta-step, and one look on both tasks: at seven ε, and at
     the gradient without products, 3 + 1.
@@ -169,6 +180,7 @@ def transformer_result(
     coarse: float | None = 0.98,
     behind: float = 0.0,
     broken: bool = False,
+    bits: float = 0.999,
     inner_rates: tuple[float, ...] = (0.1,),
 ) -> Result[Config]:
     """Differences with these cosines, and a loss so much above MAML's; FO-MAML is 0.05 above."""
@@ -186,6 +198,11 @@ def transformer_result(
         for cell in transformer.cells(config):
             if cell["part"] == "rates":
                 yield FinishedCell(cell, [{"kind": "chosen", "rate": 1e-3}], 0.0, 0)
+                continue
+            if cell["part"] == "bits":
+                row = {"kind": "bits", "iteration": 0, "cosine": bits}
+                few = [{**row, "precision": precision} for precision in ("bf16", "bf16-true")]
+                yield FinishedCell(cell, few, 0.0, 0)
                 continue
             method = str(cell.get("method", DIFFERENCE))
             common = 2.6 + 0.02 * int(cell["seed"] or 0)
@@ -236,6 +253,9 @@ def test_the_verdict_follows_the_rows() -> None:
     assert unrun.status == "partly"
     assert "Not tested: TF32" in unrun.reason
     assert "median is 0.9600" in transformer.judge(transformer_result(coarse=0.96)).reason
+    rounded = transformer.judge(transformer_result(bits=0.95))
+    assert rounded.status == "partly"
+    assert "bf16 parameters has a least cosine of 0.9500 to itself" in rounded.reason
     late = transformer.judge(transformer_result(behind=0.03))
     assert late.status == "partly"
     assert "behind it" in late.reason

@@ -237,7 +237,7 @@ class InplaceInner(Inner):
         outputs: list[Any] = []
         loss, accuracy, extra = self._evaluate(self._task.query, d, 0, "query", outputs)
         more = {name: value.reshape(1) for name, value in extra.items()}
-        seen = map_tensors(lambda t: t[None], check_seen(self.problem.metrics, outputs))
+        seen = map_tensors(lambda t: t.detach()[None], check_seen(self.problem.metrics, outputs))
         more |= metrics_of_rows(self.problem.metrics, seen, 1, extra)
         return Measured(loss.reshape(1), accuracy.reshape(1), more)
 
@@ -332,11 +332,12 @@ class InplaceInner(Inner):
     ) -> tuple[Tensor, Tensor, Params]:
         self._write(d)
         objective = self.problem.objective_of(which)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.problem.quantised):
             measured = self._run(partial(objective, outputs=outputs), batch, step, which)
         self._guard.restore_buffers()
         loss, accuracy, extra = measured
-        return agreed(loss), agreed(accuracy), {n: agreed(value) for n, value in extra.items()}
+        numbers = {n: agreed(value) for n, value in extra.items()}
+        return agreed(loss.detach()), agreed(accuracy), numbers
 
     def _collect(self, parameters: Mapping[str, Tensor] | None = None) -> Params:
         """Take the gradients (by the parameters that adapt, unless others are given) out of the

@@ -15,6 +15,7 @@ import importlib.util
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ _PIECE = 2**20  # entries that are unpacked at a time
 _MOST = 16  # pieces
 _EVERY = 61  # of a sample, at least; odd, so that it is of all columns
 _MANY = 14  # a sample has about 2¹⁴ entries at most
+_TILE = 4096  # entries that one program of a kernel works on
+_SEEN, _SEEN_OF_FEW = 2, 64  # entries of a tile that are a sample of it: where there are many, few
 
 
 class Packed:
@@ -139,8 +142,14 @@ def descend(
     """
     kernels = _kernels_for(g)
     if kernels is not None:
-        found: tuple[Tensor, Tensor | None] = kernels.descend(d, g, lr, lam, seen, keep=keep)
-        return found
+        tiles = -(-d.high.numel() // _TILE)
+        each = _SEEN if d.high.numel() >= _PIECE else _SEEN_OF_FEW
+        like: dict[str, Any] = {"dtype": torch.float32, "device": g.device}
+        found = torch.empty(1 if seen is None else 4, tiles, **like)
+        sample = torch.empty(tiles * each, **like) if keep else None
+        stiff = None if lam is None else lam.contiguous()
+        kernels.descend(d, g.contiguous(), lr, stiff, seen, sample, found, tile=_TILE)
+        return found, sample
     sums, kept = [torch.zeros((), device=g.device)], None
     if keep or seen is not None:
         stride = max(_EVERY, d.high.numel() >> _MANY | 1)
@@ -178,7 +187,8 @@ def add(m: Packed, rows: Packed | Tensor, weight: float, scale: Tensor | None) -
     """m ← m + w · scale ⊙ rows; scale is 0-d or of the shape of m, None for 1."""
     kernels = _kernels_for(m.high)
     if kernels is not None:
-        kernels.add(m, rows, weight, scale)
+        rows = rows.contiguous() if isinstance(rows, Tensor) else rows
+        kernels.add(m, rows, weight, None if scale is None else scale.contiguous())
         return
     given = [] if isinstance(rows, Packed) else [rows.reshape(-1)]
     others = given if scale is None else [*given, scale.reshape(-1)]
@@ -270,10 +280,22 @@ def pack(leaves: Params, names: Iterable[str]) -> PackedParams:
 
 
 def _kernels_for(tensor: Tensor) -> Any:
-    """The kernels, on a device for which there are some."""
-    if tensor.device.type != "cuda" or type(tensor) is not Tensor:
+    """The kernels, on a device for which there are some; where tensors have no numbers, those that
+    do nothing.
+    """
+    if tensor.device.type != "cuda":
         return None
-    return _working_kernels()
+    if type(tensor) is Tensor:
+        return _working_kernels()
+    planned = type(tensor).__name__ == "FakeTensor"
+    return _NO_KERNELS if planned and (triton_is_there() or not torch.cuda.is_available()) else None
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    pass
+
+
+_NO_KERNELS = SimpleNamespace(descend=_nothing, place=_nothing, add=_nothing)
 
 
 @cache

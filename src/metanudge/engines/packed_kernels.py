@@ -11,9 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-_SEEN = 2  # entries of a tile that are a sample of it
-_SEEN_OF_FEW = 64  # where there are not many
-_MANY = 2**20
 
 
 @triton.jit
@@ -97,21 +94,19 @@ def _add(
 
 
 def descend(
-    d: Any, g: Tensor, lr: float, lam: Tensor | None, seen: Tensor | None, *, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    """See `metanudge.engines.packed`."""
-    size, g = d.high.numel(), g.contiguous()
-    tiles = triton.cdiv(size, _BLOCK)
-    per_tile = _SEEN if size >= _MANY else _SEEN_OF_FEW
-    sums = torch.empty(1 if seen is None else 4, tiles, dtype=torch.float32, device=g.device)
-    kept = torch.empty(tiles * per_tile, dtype=torch.float32, device=g.device) if keep else None
+    d: Any, g: Tensor, lr: float, lam: Tensor | None, seen: Tensor | None, kept: Tensor | None,
+    sums: Tensor, *, tile: int,
+) -> None:  # fmt: skip
+    """See `metanudge.engines.packed`, which makes room for what is found: sums of each tile, and
+    a sample where it is to be kept.
+    """
+    tiles = sums.shape[1]
+    sample = next((found for found in (kept, seen) if found is not None), sums)
     _descend[(tiles,)](
-        d.high, d.low, g, g if lam is None else lam.contiguous(),
-        next((sample for sample in (kept, seen) if sample is not None), sums), sums, size, lr,
-        FORCE=lam is not None, WHOLE=_whole(lam), KEEP=keep, AFTER=seen is not None, SEEN=per_tile,
-        BLOCK=_BLOCK, num_warps=8,
+        d.high, d.low, g, g if lam is None else lam, sample, sums, d.high.numel(), lr,
+        FORCE=lam is not None, WHOLE=_whole(lam), KEEP=kept is not None, AFTER=seen is not None,
+        SEEN=1 if sample is sums else sample.numel() // tiles, BLOCK=tile, num_warps=8,
     )  # fmt: skip
-    return sums, kept
 
 
 def place(d: Any, theta: Tensor, phi: Tensor) -> None:
@@ -123,12 +118,9 @@ def place(d: Any, theta: Tensor, phi: Tensor) -> None:
 def add(m: Any, rows: Any, weight: float, scale: Tensor | None) -> None:
     """See `metanudge.engines.packed`."""
     size = m.high.numel()
-    if isinstance(rows, Tensor):
-        row = low = rows.contiguous()
-    else:
-        row, low = rows.high, rows.low
+    row, low = (rows, rows) if isinstance(rows, Tensor) else (rows.high, rows.low)
     _add[(triton.cdiv(size, _BLOCK),)](
-        m.high, m.low, row, low, row if scale is None else scale.contiguous(), size, weight,
+        m.high, m.low, row, low, row if scale is None else scale, size, weight,
         PACKED=not isinstance(rows, Tensor), SCALED=scale is not None, WHOLE=_whole(scale),
         BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
@@ -138,8 +130,9 @@ def try_out(kind: Any) -> None:
     """Raise where one of them does not do what it should."""
     g = torch.linspace(-1, 1, 5000, device="cuda")
     d, m, lam, phi = kind.of(g), kind.of(g), torch.full_like(g, 3.0), torch.empty_like(g).bfloat16()
-    first, kept = descend(d, g.bfloat16(), 0.5, lam[0], None, keep=True)
-    again, _ = descend(d, g.bfloat16(), 0.5, None, kept, keep=False)
+    first, again, kept = torch.empty_like(g[:2])[None], g.new_empty(4, 2), g.new_empty(128)
+    descend(d, g.bfloat16(), 0.5, lam[0], None, kept, first, tile=_BLOCK)
+    descend(d, g.bfloat16(), 0.5, None, kept, None, again, tile=_BLOCK)
     place(d, torch.ones_like(phi), phi)
     add(m, d, 0.5, lam)
     add(m, g, -2.0, None)

@@ -19,7 +19,7 @@ import _signal  # type: ignore[import-not-found]  # signal.getsignal makes an en
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -217,6 +217,7 @@ class Guard:
         self.buffers = Buffers(problem.modules)
         self._versions = {n: p._version for n, p in problem.parameters.items()}
         self._shared = problem.shared
+        self._always = problem.quantised
 
     def clear(self) -> None:
         """Take away what would be in the way of inner gradients; from here on the module is not as
@@ -231,14 +232,20 @@ class Guard:
         """Gradients by the shared parameters, which inner steps do without, and by those that adapt
         unless that is turned off.
         """
+        _forget(self._shared)
         self._want(adapting=adapting, shared=True)
         try:
             yield
         finally:
             self._want(adapting=True, shared=False)
+            if not adapting:
+                _forget(self._parameters)
 
     def _want(self, *, adapting: bool, shared: bool) -> None:
-        if self._shared:
+        """Of quantised models always all gradients, of which some are forgotten: a layer that is
+        not asked for one may give none later.
+        """
+        if self._shared and not self._always:
             for parameters, on in ((self._parameters, adapting), (self._shared, shared)):
                 for parameter in parameters.values():
                     parameter.requires_grad_(on)
@@ -276,6 +283,11 @@ class Guard:
             parameter.grad = gradient
         self.buffers.restore()
         torch.clear_autocast_cache()
+
+
+def _forget(parameters: Mapping[str, Tensor]) -> None:
+    for parameter in parameters.values():
+        parameter.grad = None
 
 
 class Buffers:

@@ -108,6 +108,7 @@ def walk_back(
         del before, back, hw  # or they would still be alive during the next product
         if join is not None and (more := join(step, point)) is not None:
             adjoint += more
+        del point  # or it would still be there while the one after the next is fetched
 
 
 def _query_part(total: MetaGradient, inner: Inner, d: Params, weight: float) -> Params:

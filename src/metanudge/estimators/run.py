@@ -46,8 +46,8 @@ class Watch:
                 "The meta-gradient is exactly zero in all entries, so that nothing is learned. The"
                 " loss may not depend on the parameters that require grad (detached, computed under"
                 " no_grad, or only frozen weights on the way), the loss may be at its floor, or"
-                " quantised weights were repacked for inference in evaluation mode, which gives no"
-                " gradients any more: call model.train().",
+                " quantised layers have repacked their weights for inference, which they do in"
+                " evaluation mode under no_grad, and give no gradients any more: load it anew.",
                 ZeroGradientWarning,
                 stacklevel=3,
             )

@@ -38,11 +38,16 @@ def check_trust(config: TrainConfig, file: Path, *, but: Collection[str] = ()) -
     for setting, value in named_code(config).items():
         if setting not in but:
             what, said = setting.replace("_", " "), "" if setting == "data" else f"{flag(setting)} "
+            why = (
+                "which would be read, or fetched where it is no folder here. None of its code would"
+                " be run. Where you trust the file and those weights"
+                if value.startswith("hf:")
+                else "and to build it Python code would be imported and run. Look at the file and"
+                " at that code first; where you trust both"
+            )
             raise UserError(
-                f"{file} names the {what} {value}, and to build it Python code would be imported"
-                " and run. Look at the file and at that code first; where you trust both, add"
-                " --trust (in Python: trust=True), or, on metanudge train, name the"
-                f" {what} yourself: {said}{shlex.quote(value)}"
+                f"{file} names the {what} {value}, {why}, add --trust (in Python: trust=True), or,"
+                f" on metanudge train, name the {what} yourself: {said}{shlex.quote(value)}"
             )
     for setting in FETCHED:
         name = None if setting in but else getattr(config, setting)

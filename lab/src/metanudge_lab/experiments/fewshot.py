@@ -156,6 +156,7 @@ class Trial:
         at: Collection[int] = (),
         see: Callable[[int, mn.MetaLearner], None] | None = None,
         rows: list[Row] | None = None,
+        until: int | None = None,
     ) -> bool:
         """Meta-train from the initial weights; whether every gradient was finite.
 
@@ -169,6 +170,7 @@ class Trial:
             see: gets the iteration and the learner.
             rows: what `see` adds rows to. They are kept with the checkpoints; without them, a
                 training that is seen is not.
+            until: after which iteration to break off.
         """
         learner = self.learner(recipe.inner)
         fused = learner.problem().device.type == "cuda"
@@ -194,11 +196,13 @@ class Trial:
         def after(step: int, values: object) -> None:
             note(step)
             turn(step)
+            trainer.done = step == until
 
         trainer.on_step = after
         if trainer.step == 0:
             note(0)
         turn(trainer.step)
+        trainer.done = trainer.step == until
         try:
             with _quiet():
                 trainer.run()

@@ -20,10 +20,22 @@ from metanudge.training.device import Precision, computing_in
 from metanudge_lab.experiments import fewshot
 from metanudge_lab.experiments import methods as m
 from metanudge_lab.experiments.base import Row
-from metanudge_lab.experiments.transformer_runs import DIFFERENCE, METHODS, Config
+from metanudge_lab.experiments.transformer_runs import (
+    AUTOMATIC,
+    DIFFERENCE,
+    METHODS,
+    Config,
+    course_of,
+    make_trial,
+)
 
 COARSE: tuple[Precision, ...] = ("tf32", "bf16")
-NAMES: dict[str, str] = {"fp32": "float32", "tf32": "TF32", "bf16": "bf16 autocast"}
+NAMES: dict[str, str] = {
+    "fp32": "float32",
+    "tf32": "TF32",
+    "bf16": "bf16 autocast",
+    "bf16-true": "bf16 parameters",
+}
 
 
 def qualities(step: int, trial: fewshot.Trial, inner: float, config: Config) -> list[Row]:
@@ -47,6 +59,31 @@ def qualities(step: int, trial: fewshot.Trial, inner: float, config: Config) -> 
             continue
         with computing_in(precision, device):
             rows.append(row | {"run": True, **_compared(exact, METHODS[name], tasks, trial, inner)})
+    return rows
+
+
+def bits(inner: float, rate: float, seed: int, config: Config, device: torch.device) -> list[Row]:
+    """The default estimator in bfloat16, by autocast and with parameters in it, against itself in
+    float32, along a training by differences up to the last point but one.
+    """
+    trial = make_trial(DIFFERENCE, config, seed=seed, device=device)
+    tasks = trial.source.batch(range(config.quality_tasks), "val")
+    rows, points = list[Row](), config.points[:-1]
+
+    def look(step: int, learner: mn.MetaLearner) -> None:
+        half = replace(trial, model=copy.deepcopy(trial.model).bfloat16())
+        with computing_in("fp32", device):
+            exact, _, nu = trial.gradient(inner, METHODS[AUTOMATIC], tasks)
+        target = vector(exact).double()
+        common = {"kind": "bits", "method": AUTOMATIC, "iteration": step, "nu_in_float32": nu}
+        for precision, one in (("bf16", trial), ("bf16-true", half)):
+            inside: Precision = "bf16" if precision == "bf16" else "fp32"
+            with computing_in(inside, device):
+                found = _compared(target, METHODS[AUTOMATIC], tasks, one, inner)
+            rows.append({**common, "precision": precision, **found})
+
+    course = course_of(inner, rate, config.iterations, config)
+    trial.train(course, at=points, see=look, rows=rows, until=points[-1])
     return rows
 
 

@@ -121,7 +121,8 @@ def make_trial(method: str, config: Config, *, seed: int, device: torch.device) 
     return fewshot.Trial(model, METHODS[method], source, lam=config.lam, steps=config.steps)
 
 
-def _recipe(inner: float, rate: float, iterations: int, config: Config) -> fewshot.Recipe:
+def course_of(inner: float, rate: float, iterations: int, config: Config) -> fewshot.Recipe:
+    """How to train."""
     return fewshot.Recipe(
         inner, rate, iterations, config.tasks, cosine=True, save_every=config.save_every
     )
@@ -138,7 +139,7 @@ def search(method: str, inner: float, config: Config, device: torch.device) -> l
     for rate in config.meta_rates:
         learner = trial.learner(inner)
         learner.tuner = NuTuner()  # or it would remember the ν of the training before
-        fine = trial.train(_recipe(inner, rate, config.tuning, config))
+        fine = trial.train(course_of(inner, rate, config.tuning, config))
         batch = trial.source.batch(range(config.val_tasks), "val")
         tried[rate] = learner.evaluate(batch).mean_loss if fine else math.nan
     finite = {rate: loss for rate, loss in tried.items() if math.isfinite(loss)}
@@ -190,7 +191,7 @@ def train(
         if see is not None and step in at:
             rows.extend(see(step, trial, inner))
 
-    course = _recipe(inner, rate, config.iterations, config)
+    course = course_of(inner, rate, config.iterations, config)
     if not trial.train(course, at={*watch, *at}, see=look, rows=rows):
         rows.append({"kind": "diverged", "method": method, "rate": rate})
     return rows

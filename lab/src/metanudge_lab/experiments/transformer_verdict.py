@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from metanudge_lab.experiments import methods as m
-from metanudge_lab.experiments.base import Result, Statement, Verdict
+from metanudge_lab.experiments.base import Result, Statement, Verdict, numbers
 from metanudge_lab.experiments.spread import Mean
 from metanudge_lab.experiments.transformer_quality import COARSE, NAMES
 from metanudge_lab.experiments.transformer_rows import (
@@ -20,6 +21,7 @@ from metanudge_lab.experiments.transformer_rows import (
 from metanudge_lab.experiments.transformer_runs import DIFFERENCE, Config
 
 EVERYWHERE, MEDIAN = 0.99, 0.97  # cosines in float32, and in the coarser precisions
+BITS = ("bf16", "bf16-true")
 NOISE = 0.005  # losses closer than this are alike, whatever the seeds say
 
 
@@ -34,6 +36,7 @@ def judge(result: Result[Config]) -> Verdict:
         _in_single(result),
         *(_in_coarse(result, precision) for precision in COARSE),
         *(_trains(result, inner) for inner in result.config.inner_rates),
+        *(_in_bits(result, precision) for precision in BITS),
     ]
     told = [losses(result, inner) for inner in result.config.inner_rates]
     return Verdict.of(statements, " ".join([*told, all_cosines(result)]))
@@ -54,6 +57,19 @@ def _in_coarse(result: Result[Config], precision: str) -> Statement:
     middle = statistics.median(found)
     words = f"in {name} the median is {middle:.4f} (least {min(found):.4f}), "
     return Statement(middle >= MEDIAN, f"{words}at least {MEDIAN:g}", f"{words}aim {MEDIAN:g}")
+
+
+def _in_bits(result: Result[Config], precision: str) -> Statement:
+    """The default estimator in bfloat16 beside itself in float32."""
+    rows, name = result.rows(kind="bits", precision=precision), NAMES[precision]
+    wanted = len(result.config.inner_rates) * len(result.config.points[:-1])
+    if len(rows) < wanted:
+        return Statement(None, f"FO-B-MAML's default in {name} beside itself in float32")
+    least = min(-1.0 if math.isnan(value) else value for value in numbers(rows, "cosine"))
+    words = f"FO-B-MAML's default in {name} has a least cosine of {least:.4f} to itself in float32"
+    return Statement(
+        least >= EVERYWHERE, f"{words}, at least {EVERYWHERE:g}", f"{words}, aim {EVERYWHERE:g}"
+    )
 
 
 def _trains(result: Result[Config], inner: float) -> Statement:
